@@ -18,7 +18,7 @@ from vllm_plugin.cpu_gemm import Gemm, can_be_strided, contiguous_gemm, strided_
 # Up to this many results (rows x columns of the widest slice) the kernel with strided output and one addition is
 # faster, above it one product and one addition per slice (docs/measurements/lora-cpu.md).
 STRIDED_RESULTS_MAX = 16_384
-# The ranks of a slice are padded to a multiple of this with zeros: the strided kernel needs it, the others lose nothing.
+# The ranks of a slice are padded with zeros to a multiple of this: the strided kernel needs it, others lose nothing.
 RANK_STEP = 32
 # An adapter with a larger weight, or one that is no number, is multiplied alone: 0 * inf would reach its neighbours.
 STACKABLE_WEIGHT_MAX = 2.0**20
