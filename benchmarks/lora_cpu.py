@@ -5,7 +5,7 @@
 Three engines live side by side in processes of their own (without LoRA, stock LoRA, ours) and take turns: every round
 measures every case on each of them, so that what else the machine does hits all three alike. A ratio is the median over
 the rounds of the ratio of the round's median step times. All three run eagerly: LoRA turns vLLM's compilation off on
-CPUs (``--compile-base`` lets the engine without LoRA compile all the same; that needs a C++ compiler and a minute more).
+CPUs (``--compile-base`` lets the engine without LoRA compile all the same; it takes a C++ compiler and a minute more).
 """
 
 from __future__ import annotations
