@@ -134,7 +134,8 @@ def create_venv(accelerator: str) -> None:
     if missing:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise SetupError(
-            f"{sys.executable} lacks the module {' and '.join(missing)}; on Debian and Ubuntu install python{version}-venv"
+            f"{sys.executable} lacks the module {' and '.join(missing)}; "
+            f"on Debian and Ubuntu install python{version}-venv"
         )
     if VENV.exists():
         say("replacing the old .venv")
