@@ -108,6 +108,7 @@ def environment(run_directory: Path) -> dict[str, str]:
     scratch = run_directory / "tmp"
     scratch.mkdir()
     result["TMPDIR"] = result["RAY_TMPDIR"] = str(scratch)
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), result.get("PYTHONPATH"))))
     if not _can_write(Path.home()):
         home = run_directory / "home"
         home.mkdir(mode=0o700)
@@ -131,8 +132,9 @@ def _can_write(directory: Path) -> bool:
 class Supervisor:
     """Runs one driver process and leaves nothing behind."""
 
-    def __init__(self, command: list[str], run_directory: Path) -> None:
+    def __init__(self, command: list[str], directory: Path, run_directory: Path) -> None:
         self._command = command
+        self._directory = directory
         self._run_directory = run_directory
         self._stop_asked = 0
         self._stop_begun = 0.0
@@ -145,6 +147,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         driver = subprocess.Popen(
             self._command,
+            cwd=self._directory,
             env=environment(self._run_directory),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -222,8 +225,10 @@ def serve(config_path: Path) -> int:
     for host, port in listen_addresses(config):
         check_free(host, port)
     run_directory = make_run_directory()
-    command = [sys.executable, "-m", "app.serve_driver", str(config_path.resolve()), str(run_directory)]
-    status = Supervisor(command, run_directory).run()
+    config_path = config_path.resolve()
+    command = [sys.executable, "-m", "app.serve_driver", str(config_path), str(run_directory)]
+    # Ray's workers inherit the working directory, and relative paths in a cluster.yaml start where the file is.
+    status = Supervisor(command, config_path.parent, run_directory).run()
     if status == 0:
         shutil.rmtree(run_directory, ignore_errors=True)
     else:

@@ -105,7 +105,6 @@ def main(config_path: Path, run_directory: Path) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     announcer.start()
-    sys.path.insert(0, str(ROOT))
     try:
         # `serve run` turns an interrupt into a clean Serve shutdown and ends with SystemExit.
         serve_run.main([str(config_path), "--app-dir", str(ROOT)], standalone_mode=False)
