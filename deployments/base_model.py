@@ -71,16 +71,17 @@ def read_model_facts(directory: Path) -> BaseModelFacts:
 def read_json_object(path: Path, error_type: type[ValueError]) -> dict[str, Any]:
     """The JSON object in a small file; raises ``error_type`` naming the file when there is none."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise error_type(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
-        data = json.loads(path.read_bytes())
+        size = path.stat().st_size
+        raw = path.read_bytes() if size <= MAX_CONFIG_BYTES else b""
     except FileNotFoundError:
         raise error_type(f"{path.name} is missing") from None
     except OSError as error:
         raise error_type(f"{path.name} cannot be read: {error.strerror}") from None
+    if size > MAX_CONFIG_BYTES:
+        raise error_type(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, error_type):
-            raise
         raise error_type(f"{path.name} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise error_type(f"{path.name} does not hold a JSON object")
