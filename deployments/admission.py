@@ -255,8 +255,7 @@ class Admission:
         fitting = (
             replica
             for replica in self._replicas.values()
-            if self._eligible(replica)
-            and replica.used + min(slots, self._capacity(replica)) <= self._capacity(replica)
+            if self._eligible(replica) and replica.used + min(slots, self._capacity(replica)) <= self._capacity(replica)
         )
         return min(
             fitting,
@@ -347,7 +346,9 @@ class Admission:
         for replica_id in [name for name, replica in self._replicas.items() if replica.seen_us < oldest_us]:
             self._silent[self._replicas[replica_id].address] = now_us
             self._remove_replica(replica_id, "is silent; removed")
-        self._silent = {address: since_us for address, since_us in self._silent.items() if now_us - since_us < FORGET_US}
+        self._silent = {
+            address: since_us for address, since_us in self._silent.items() if now_us - since_us < FORGET_US
+        }
         for gateway_id in [name for name, seen_us in self._gateways.items() if seen_us < oldest_us]:
             self._forget_gateway(gateway_id)
 

@@ -57,10 +57,10 @@ class GatewayDeployment:
             ServeEnginePool(engines),
             ServeAdmission(admission),
             RayMetrics([*settings.services, settings.base_promise]),
-            load_keys(settings.auth),
+            keys=load_keys(settings.auth),
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: PLW3201, N807
+    def __serve_build_asgi_app__(self) -> FastAPI:
         return build_http_app(self._gateway)
 
 
@@ -97,9 +97,7 @@ def load_keys(auth: AuthSettings) -> Keys | None:
 def build(deployments: Deployments) -> Application:
     """The Serve application: gateway in front of admission and engines."""
     services = [*deployments.gateway.services, deployments.gateway.base_promise]
-    admission = serve.deployment(Admission, name=ADMISSION, **admission_options()).bind(
-        deployments.admission, services
-    )
+    admission = serve.deployment(Admission, name=ADMISSION, **admission_options()).bind(deployments.admission, services)
     engine = serve.deployment(EngineDeployment, name=ENGINE, **engine_options(deployments)).bind(
         deployments.engine_class, deployments.engine, admission
     )

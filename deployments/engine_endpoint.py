@@ -82,7 +82,10 @@ class EngineEndpoint:
     async def deliveries(
         self, gateway_id: str, *, replica_id: str, incarnation: str
     ) -> AsyncGenerator[list[Delivery], None]:
-        """See ``EnginePort.deliveries``. The first list is empty: the gateway is registered. Raises WrongReplicaError."""
+        """See ``EnginePort.deliveries``. The first list is empty: the gateway is registered.
+
+        Raises WrongReplicaError.
+        """
         self._check(replica_id, incarnation)
         stream = self._engine.deliveries(gateway_id)
         first = asyncio.ensure_future(anext(stream, None))
@@ -123,5 +126,3 @@ class EngineEndpoint:
             aborts = await self._admission.heartbeat(status)
         if aborts:
             await self._engine.abort(aborts)
-
-

@@ -163,7 +163,9 @@ class Exchange:
             except (ReplicaLostError, ReplicaUnavailableError) as error:
                 self._leave_replica()
                 if self._begun:
-                    raise ApiError(502, "The engine replica was lost; send the request again.", code="replica_lost") from error
+                    raise ApiError(
+                        502, "The engine replica was lost; send the request again.", code="replica_lost"
+                    ) from error
                 if self._attempts >= MAX_ATTEMPTS:
                     raise _unavailable("The request was lost on every replica it was given.", "replica_lost") from error
                 logger.info("request %s starts again: %s", self.call.request_id, error)

@@ -45,6 +45,7 @@ class Gateway:
         engines: EnginePool,
         admission: AdmissionPort,
         metrics: GatewayMetrics,
+        *,
         keys: Keys | None = None,
         clock: Clock = monotonic_us,
     ) -> None:

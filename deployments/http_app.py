@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.exchange import Call, Piece
@@ -49,7 +50,7 @@ def build_http_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _fault)
     for endpoint in Endpoint:
-        app.add_route(endpoint.value, _Generation(gateway, endpoint), methods=["POST"])
+        app.router.routes.append(Route(endpoint.value, _Generation(gateway, endpoint), methods=["POST"]))
     _add_read_routes(app, gateway)
     return app
 
@@ -113,6 +114,7 @@ class _Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_us = self._gateway.clock()
         request = Request(scope, receive)
+        response: Response
         try:
             response = GenerationResponse(self._gateway, await self._read(request, arrival_us))
         except ClientDisconnect:

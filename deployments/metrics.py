@@ -14,7 +14,7 @@ from deployments.settings import ServiceSettings
 from deployments.slo_ledger import judge
 
 EDGE_FACTORS = (0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 4.0)
-"""Histogram edges as multiples of each service's target. One histogram serves all services, so it has all their edges."""
+"""Histogram edges as multiples of each service's target. One histogram serves all services, with all their edges."""
 
 QUEUE_EDGES_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

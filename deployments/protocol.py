@@ -243,8 +243,8 @@ class GatewayReport:
 class ClusterState:
     """What admission answers to a gateway's report.
 
-    ``replicas`` counts those that get grants. ``silent`` names replicas that stopped sending heartbeats: what they still
-    owe will not come.
+    ``replicas`` counts those that get grants. ``silent`` names replicas that stopped sending heartbeats: what they
+    still owe will not come.
     """
 
     replicas: int
@@ -288,7 +288,7 @@ class EnginePool(Protocol):
 
 
 class AdmissionPort(Protocol):
-    """Admission as gateways and engine endpoints see it. Implemented by ``ServeAdmission``; ``Admission`` fits it too."""
+    """Admission as gateways and engine endpoints see it: ``Admission`` itself, or ``ServeAdmission`` over a handle."""
 
     async def acquire(self, ticket: Ticket) -> Grant | Shed:
         """Wait in the EDF queue for a replica. Asking again for a request id gives its former grant back.

@@ -34,4 +34,4 @@ class ReplicaRouter(RequestRouter):  # type: ignore[misc]
             named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
             if named:
                 return [named]
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]  # noqa: S311
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

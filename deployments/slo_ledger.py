@@ -25,7 +25,7 @@ EDGE_PERCENT = (25, 50, 75, 90, 100, 110, 125, 150, 200, 400, 800)
 
 
 def edges_us(target_us: int) -> tuple[int, ...]:
-    """Upper edges of the histogram of a time with this target, in microseconds, each inclusive; overflow comes after."""
+    """Upper edges of the histogram of a time with this target, in microseconds, inclusive; the overflow comes after."""
     return tuple(target_us * percent // 100 for percent in EDGE_PERCENT)
 
 

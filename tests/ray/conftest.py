@@ -44,10 +44,13 @@ def free_port() -> int:
 
 def deployments(**changes: object) -> Deployments:
     """Four services on two fake replicas behind two gateways."""
-    services = tuple(
-        ServiceSettings(name, None, 400_000 * (1 + place), 60_000 * (1 + place), ReleasePolicy.BOUNDED)
-        for place, name in enumerate(SERVICES)
-    ) + (ServiceSettings("shedding", None, 400_000, 60_000, overload=Overload.SHED),)
+    services = (
+        *(
+            ServiceSettings(name, None, 400_000 * (1 + place), 60_000 * (1 + place), ReleasePolicy.BOUNDED)
+            for place, name in enumerate(SERVICES)
+        ),
+        ServiceSettings("shedding", None, 400_000, 60_000, overload=Overload.SHED),
+    )
     base = ServiceSettings("base", None, 2_000_000, 500_000)
     values: dict[str, object] = {
         "gateway": GatewaySettings(services, "base", base, stream_timeout_us=60_000_000),

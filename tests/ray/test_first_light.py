@@ -32,7 +32,9 @@ async def test_all_services_at_once(cluster) -> None:
 
     openai = client(cluster.url)
     expected = "".join(f"w{i} " for i in range(12))
-    answers = await asyncio.gather(*(ask(service) for service in SERVICES for ask in (streamed, whole) for _ in range(3)))
+    answers = await asyncio.gather(
+        *(ask(service) for service in SERVICES for ask in (streamed, whole) for _ in range(3))
+    )
     assert answers == [expected] * len(answers)
 
 
