@@ -12,7 +12,6 @@ one service only; ``vtc-r`` with equal rates goes by arrival; within a service, 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -29,9 +28,9 @@ class _FairShare(ChunkedPrefill):
         super().__init__(batch=batch)
         self._waiting = ArrivalQueues(attrgetter("service"))
 
-    @abstractmethod
     def rank(self, service: str) -> float:
         """Return the rank of a service; the smallest is served next."""
+        raise NotImplementedError
 
     def queues_changed(self, services: list[str]) -> None:
         """Hear which services have requests waiting, before they are ranked."""

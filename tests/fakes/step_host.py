@@ -1,7 +1,7 @@
 """A deterministic host for policies: discrete steps, a clock that moves only by them, KV blocks and preemption.
 
-It stands for vLLM behind :class:`scheduling.policy.Policy` and, like vLLM, preempts the youngest running request when a
-scheduled one lacks a KV block. Every plan is checked against the contract of :class:`StepPlan` before it is carried out.
+It stands for vLLM behind :class:`scheduling.policy.Policy` and, like vLLM, preempts the youngest running request when
+a scheduled one lacks a KV block. Every plan is checked against the contract of :class:`StepPlan` before it runs.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def check_plan(plan: StepPlan, view: View) -> None:
     assert view.limits.adapters <= 0 or len(adapters) <= view.limits.adapters, f"adapters {adapters}"
 
 
-def request(
+def request(  # noqa: PLR0917
     request_id: str,
     arrival_us: int,
     prompt: int,

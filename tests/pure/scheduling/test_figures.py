@@ -43,8 +43,8 @@ def test_figure_4_baselines_miss_r5(name):
     assert host.lives["R4"].ready_us[0] == 200_000
     assert 0 not in host.lives["R4"].late
     assert not host.lives["R5"].ready_us, "R5 is not served before its deadline at 350 ms, nor long after"
-    for name in ("R1", "R2", "R3", "R4"):
-        assert not host.lives[name].late
+    for served in ("R1", "R2", "R3", "R4"):
+        assert not host.lives[served].late
 
 
 def test_figure_4_halo_keeps_every_promise():
@@ -61,7 +61,7 @@ def test_figure_4_halo_keeps_every_promise():
 
 
 def figure_8(policy_name: str) -> StepHost:
-    """128 decodes, B = 256; half have TBT 50 ms and no slack to spare, half TBT 100 ms and a bank; R1 has 384 tokens."""
+    """128 decodes, B = 256: half TBT 50 ms without slack to spare, half 100 ms with a bank. R1 has 384 tokens."""
     host = StepHost(make_policy(policy_name, batch=256), ROOMY, unit_50_ms)
     for i in range(64):
         strict = request(f"s{i:02}", 0, 100, 20, 1_000_000, 50_000)
