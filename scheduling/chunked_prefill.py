@@ -50,6 +50,9 @@ class ChunkedPrefill:
     def on_admitted(self, state: RequestState) -> None:
         """Hear that ``state`` was admitted in the plan being made."""
 
+    def on_passed_over(self, state: RequestState) -> None:
+        """Hear that ``state`` waits for an adapter slot."""
+
     def plan(self, view: View) -> StepPlan:
         """Return the plan of one step; see :class:`scheduling.policy.Policy`."""
         decodes, prefills = split(view.running)
@@ -74,8 +77,11 @@ class ChunkedPrefill:
         running = len(view.running)
         if not room.accepts_waiting or not self.may_enter(running):
             return
+        refused = room.slots.refused
         for state in self.waiting_order(view):
-            if room.admit(state):
+            if state.adapter in refused:
+                self.on_passed_over(state)
+            elif room.admit(state):
                 running += 1
                 self.on_admitted(state)
                 if not room.accepts_waiting or not self.may_enter(running):

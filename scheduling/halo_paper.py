@@ -90,10 +90,14 @@ class HaloPaper:
         started = [entry[3] for entry in reversed(by_deadline(prefills))]
         waiting = iter(view.waiting)
         candidate = next(waiting, None) if room.accepts_waiting else None
+        refused = room.slots.refused
         capacity: CapacityMeter | None = None
         while not room.full and (started or candidate is not None):
             if candidate is None or (started and started[-1].edf_key <= candidate.edf_key):
                 room.chunk(started.pop())
+                continue
+            if candidate.adapter in refused:
+                candidate = next(waiting, None)
                 continue
             if capacity is None:
                 capacity = CapacityMeter(self.batch, self._tbt_min_us, map(_tbt, view.running))

@@ -7,12 +7,15 @@ From VTC's own description, which HALO only cites: a service whose queue was emp
 asked for nothing, so its counter is lifted to the smallest of those that queue, or to that of the service whose queue
 emptied last. Left open by HALO and chosen here: a token counts 1 for every service, prompts count nothing ("equalizing
 the number of generated tokens"); a request admitted counts its first token at once, so that one plan does not admit
-one service only; ``vtc-r`` with equal rates goes by arrival; within a service, requests go by arrival.
+one service only; for ``vtc-r`` a request whose first token is overdue is a violation while it still waits, or a service
+that is never served would keep a perfect record; equal rates go by arrival; within a service, requests go by arrival.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 from operator import attrgetter
 
 from scheduling.chunked_prefill import ChunkedPrefill
@@ -27,25 +30,31 @@ class _FairShare(ChunkedPrefill):
     def __init__(self, *, batch: int) -> None:
         super().__init__(batch=batch)
         self._waiting = ArrivalQueues(attrgetter("service"))
+        self._passed_over = False
 
     def rank(self, service: str) -> float:
         """Return the rank of a service; the smallest is served next."""
         raise NotImplementedError
 
-    def queues_changed(self, services: list[str]) -> None:
-        """Hear which services have requests waiting, before they are ranked."""
+    def before_ranking(self, view: View, services: list[str]) -> None:
+        """Look at the queue, in which ``services`` have requests, before they are ranked."""
+
+    def on_passed_over(self, state: RequestState) -> None:
+        """Leave the service alone for the rest of the step: its requests share the adapter that has no slot."""
+        self._passed_over = True
 
     def waiting_order(self, view: View) -> Iterator[RequestState]:
         """Yield the next request of the service that is furthest behind, again after each."""
         self._waiting.sync(view.waiting)
         services = self._waiting.groups()
-        self.queues_changed(services)
+        self.before_ranking(view, services)
         walks = {service: self._waiting.walk(service) for service in services}
         heads = {service: next(walk) for service, walk in walks.items()}
         while heads:
             service = min(heads, key=lambda s: (self.rank(s), heads[s].arrival_us, heads[s].request_id))
+            self._passed_over = False
             yield heads[service]
-            following = next(walks[service], None)
+            following = None if self._passed_over else next(walks[service], None)
             if following is None:
                 del heads[service]
             else:
@@ -68,7 +77,7 @@ class VtcTokens(_FairShare):
         """Tokens generated, those of requests just admitted included."""
         return self._tokens.get(service, 0) + self._advance.get(service, 0)
 
-    def queues_changed(self, services: list[str]) -> None:
+    def before_ranking(self, view: View, services: list[str]) -> None:
         """Lift the counters of services that begin to queue."""
         self._advance.clear()
         current = set(services)
@@ -101,11 +110,19 @@ class VtcRate(_FairShare):
         super().__init__(batch=batch)
         self._first: dict[str, int] = {}
         self._late: dict[str, int] = {}
+        self._overdue: Counter[str] = Counter()
 
     def rank(self, service: str) -> float:
-        """Minus the share of first tokens that were late."""
-        first = self._first.get(service, 0)
-        return -self._late.get(service, 0) / first if first else 0.0
+        """Minus the share of first tokens that were late or are overdue."""
+        overdue = self._overdue[service]
+        requests = self._first.get(service, 0) + overdue
+        return -(self._late.get(service, 0) + overdue) / requests if requests else 0.0
+
+    def before_ranking(self, view: View, services: list[str]) -> None:
+        """Count the requests in the queue whose first token is overdue."""
+        now_us = view.now_us
+        overdue = takewhile(lambda state: state.deadline_us < now_us, view.waiting)
+        self._overdue = Counter(state.service for state in overdue if not state.generated_tokens)
 
     def observe(self, record: StepRecord) -> None:
         """Count first tokens and late ones."""
