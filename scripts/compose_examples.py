@@ -36,11 +36,12 @@ class Example:
 
 
 def triage(source: Source, rng: random.Random) -> Iterator[Example]:
-    """Complaint -> department, urgency, reason."""
+    """Complaint -> department, reason, urgency. The urgency comes last because it follows from the reason."""
     for case in source["cases"]:
-        answer = f"Department: {case['department']}\nUrgency: {case['urgency']}\nReason: {case['reason']}"
+        answer = f"Department: {case['department']}\nReason: {case['reason']}\nUrgency: {case['urgency']}"
+        ages = case.get("ages", source["ages"])
         for frame, complaint, heldout in _framed(source["frames"], case["complaints"], 2, rng):
-            yield Example(frame.format(complaint=complaint, age=rng.randint(19, 84)), answer, heldout)
+            yield Example(frame.format(complaint=complaint, age=rng.randint(*ages)), answer, heldout)
 
 
 def intake(source: Source, rng: random.Random) -> Iterator[Example]:
