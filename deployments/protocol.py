@@ -164,8 +164,8 @@ class Outcome:
     """How a granted request ended, reported with its release.
 
     ``ttft_us`` is the released time to first token, None when no token was released. ``gaps`` counts the gaps
-    between released tokens, ``late_gaps`` those above the TBT target, ``late_tokens`` the tokens released after their deadline
-    arrival + TTFT + i * TBT. ``end`` is one of ``completed``, ``cancelled``, ``failed``.
+    between released tokens, ``late_gaps`` those above the TBT target, ``late_tokens`` the tokens released after their
+    deadline arrival + TTFT + i * TBT. ``end`` is one of ``completed``, ``cancelled``, ``failed``.
     """
 
     service: str

@@ -34,7 +34,8 @@ class View:
     """The engine's state when a step is planned.
 
     ``running`` holds every request with KV cache: decodes and unfinished prefills, in the host's order.
-    ``waiting`` holds the queue ordered by :attr:`RequestState.edf_key`; a policy that wants another order keeps its own.
+    ``waiting`` holds the queue ordered by :attr:`RequestState.edf_key`; a policy that wants another order keeps its
+    own.
     """
 
     now_us: int
