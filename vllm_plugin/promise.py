@@ -1,7 +1,8 @@
 """How a request's promise travels through vLLM to the scheduler, and how the scheduler's answer travels back.
 
 vLLM hands ``SamplingParams.extra_args`` through to ``Request.sampling_params`` unread, and
-``EngineCoreOutput.kv_transfer_params`` back to ``RequestOutput`` unread when no KV connector is configured. Both are plain dicts; this module owns the keys.
+``EngineCoreOutput.kv_transfer_params`` back to ``RequestOutput`` unread when no KV connector is configured. Both are
+plain dicts; this module owns the keys.
 """
 
 from __future__ import annotations
