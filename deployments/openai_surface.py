@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, Tokeni
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.openai_errors import (
+from deployments.engine_errors import (
     PromptTooLongError,
     early_error,
     error_delivery,
