@@ -82,6 +82,8 @@ def value_problems(error: ValidationError, data: Any, prefix: Path = ()) -> list
             continue
         path, value = _place_in_data(data, item["loc"], missing=kind == "missing")
         message = _MESSAGES.get(kind) or _sentence(item["msg"])
+        if kind == "value_error" and isinstance(value, Mapping):
+            message = f"is refused: {item['msg'].removeprefix('Value error, ')}"
         hint = _QUOTE_IT if kind == "string_type" and isinstance(value, bool) else None
         earlier = found.get((*prefix, *path))
         if earlier is None:

@@ -21,6 +21,7 @@ MAX_VALUES = 100_000
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,9 @@ class _Reader:
             return None
         self._open.add(id(node))
         try:
+            if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
+                message = f"has the tag {node.tag}; only plain values are read"
+                self.problems.append(Problem(path, message, line=node.start_mark.line + 1))
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):

@@ -180,7 +180,9 @@ class HaloScheduler(AsyncScheduler):
         by_id = {request.request_id: request for request in self.running}
         decodes = [by_id[request_id] for request_id in plan.decode if request_id in by_id]
         chunks = [by_id[chunk.request_id] for chunk in plan.prefill if chunk.request_id in by_id]
-        admitted = [self.requests[chunk.request_id] for chunk in plan.prefill if self._book.is_waiting(chunk.request_id)]
+        admitted = [
+            self.requests[chunk.request_id] for chunk in plan.prefill if self._book.is_waiting(chunk.request_id)
+        ]
 
         planned = {request.request_id for request in decodes}
         planned.update(request.request_id for request in chunks)
