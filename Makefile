@@ -35,7 +35,7 @@ demo: setup ## four services under load: attainment per service with fcfs and wi
 
 adapters: setup ## train the four example adapters again from examples/
 	@$(PY) -m app.default_model
-	@$(PY) scripts/train_adapters.py
+	@$(PY) -m scripts.train_adapters --service all
 
 bench-%: setup ## run one benchmark, as in `make bench-driver ARGS="--help"`
 	@$(PY) -m benchmarks.$(subst -,_,$*) $(ARGS)
