@@ -11,8 +11,8 @@ DeltaServe prices a step that carries prompt tokens with ``a * sum((n_i + B_d)^2
   chunk on CPUs, and in decode batches on GPUs it follows tile sizes.
 - Errors are relative: a fit by absolute error serves the longest steps only.
 
-Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`CELL_STEPS` of them, and
-cells fade with the steps since they were last seen. The cost of a step and the memory held do not grow with time.
+Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`CELL_STEPS` of
+them, and cells fade with the steps since they were last seen. The cost of a step and the memory held do not grow with time.
 Deadlines are checked against an upper quantile: the prediction times a quantile of the newest ratios of observed to
 predicted time. A model that has not seen enough steps of a kind predicts nothing.
 """
