@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.args_schema import SCHEDULERS, AppArgs
+from app.args_schema import AppArgs
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
 from deployments.auth import KeysError, load_keys
 from deployments.base_model import BaseModelFacts, ModelError, read_model_facts
+from scheduling.registry import POLICIES
 
 _HAS_OWN_KEY = {
     "model": "model",
@@ -133,13 +134,18 @@ def _check_scheduler(view: ArgsView) -> None:
     policy, options = view.get("scheduler", "policy"), view.get("scheduler", "options")
     if policy is None:
         policy = "halo-paper"
-    if policy not in SCHEDULERS:
-        message = f"is not a scheduling policy; there are {', '.join(SCHEDULERS)}"
+    entry = POLICIES.get(policy)
+    if entry is None:
+        message = f"is not a scheduling policy; there are {', '.join(POLICIES)}"
         view.report(("scheduler", "policy"), message, policy)
     elif isinstance(options, Mapping):
-        for option, value in options.items():
-            if option not in SCHEDULERS[policy]:
-                view.problems.append(unknown_key(("scheduler", "options", option), value, SCHEDULERS[policy], {}))
+        for key, value in options.items():
+            path = ("scheduler", "options", key)
+            option = entry.options.get(key)
+            if option is None:
+                view.problems.append(unknown_key(path, value, list(entry.options), {}))
+            elif fault := option.fault(value):
+                view.report(path, fault, value)
 
 
 def _check_engine_args(view: ArgsView) -> None:

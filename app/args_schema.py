@@ -21,14 +21,16 @@ from deployments.settings import (
     Overload,
     ServiceSettings,
 )
+from scheduling.registry import with_defaults
 from scheduling.request import ReleasePolicy
 
 # The ranks vLLM builds its LoRA kernels for (vllm.config.lora.MaxLoRARanks).
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
 
-SCHEDULERS: dict[str, frozenset[str]] = {"halo-paper": frozenset({"batch"}), "fcfs": frozenset()}
-"""The scheduling policies and the options that each takes."""
+DEFAULT_BATCH = 64
+"""Decodes plus prompt tokens of a step unless ``scheduler.options.batch`` says otherwise: what two CPU cores compute
+within the strictest default promise (docs/configuration.md)."""
 
 
 def _service_name(name: str) -> str:
@@ -102,7 +104,7 @@ class SchedulerArgs(Section):
     """Which policy decides every engine step, and its options."""
 
     policy: str = "halo-paper"
-    options: dict[str, Annotated[int, Field(ge=1)]] = {}
+    options: dict[str, Any] = {}
 
 
 class AdmissionArgs(Section):
@@ -199,6 +201,16 @@ class AppArgs(Section):
         """The base model's promise in force."""
         return self.base.settings(self.slo_scale, None)
 
+    def policy_options(self) -> dict[str, Any]:
+        """The scheduler's options in force: what is written, and what follows from the promises and the engine."""
+        promises = [*self.service_settings(), self.base_settings()]
+        return with_defaults(
+            self.scheduler.policy,
+            self.scheduler.options,
+            batch=min(DEFAULT_BATCH, self.max_num_batched_tokens),
+            tbt_min_us=min(promise.tbt_us for promise in promises),
+        )
+
     def engine_settings(self) -> EngineSettings:
         """What one engine replica is built with."""
         return EngineSettings(
@@ -207,7 +219,7 @@ class AppArgs(Section):
             services=self.service_settings(),
             base_promise=self.base_settings(),
             policy=self.scheduler.policy,
-            policy_options=dict(self.scheduler.options),
+            policy_options=self.policy_options(),
             tensor_parallel_size=self.tensor_parallel_size,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
