@@ -21,14 +21,14 @@ from deployments.settings import (
     Overload,
     ServiceSettings,
 )
+from scheduling.registry import POLICIES
 from scheduling.request import ReleasePolicy
 
 # The ranks vLLM builds its LoRA kernels for (vllm.config.lora.MaxLoRARanks).
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
-Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
+_STRICTEST_TBT = "tbt_min_us"
 
-SCHEDULERS: dict[str, frozenset[str]] = {"halo-paper": frozenset({"batch"}), "fcfs": frozenset()}
-"""The scheduling policies and the options that each takes."""
+Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
 
 
 def _service_name(name: str) -> str:
@@ -99,10 +99,10 @@ class ServiceArgs(PromiseArgs):
 
 
 class SchedulerArgs(Section):
-    """Which policy decides every engine step, and its options."""
+    """Which policy of ``scheduling.registry`` decides every engine step, and its options."""
 
     policy: str = "halo-paper"
-    options: dict[str, Annotated[int, Field(ge=1)]] = {}
+    options: dict[str, Any] = {}
 
 
 class AdmissionArgs(Section):
@@ -199,6 +199,14 @@ class AppArgs(Section):
         """The base model's promise in force."""
         return self.base.settings(self.slo_scale, None)
 
+    def policy_options(self) -> dict[str, Any]:
+        """The policy's options; a policy that wants to know the strictest TBT is told the promised one."""
+        options = dict(self.scheduler.options)
+        if _STRICTEST_TBT in POLICIES[self.scheduler.policy].options:
+            promises = (*self.service_settings(), self.base_settings())
+            options.setdefault(_STRICTEST_TBT, min(promise.tbt_us for promise in promises))
+        return options
+
     def engine_settings(self) -> EngineSettings:
         """What one engine replica is built with."""
         return EngineSettings(
@@ -207,7 +215,7 @@ class AppArgs(Section):
             services=self.service_settings(),
             base_promise=self.base_settings(),
             policy=self.scheduler.policy,
-            policy_options=dict(self.scheduler.options),
+            policy_options=self.policy_options(),
             tensor_parallel_size=self.tensor_parallel_size,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
