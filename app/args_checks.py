@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from app.args_schema import AppArgs
+=======
+from app.args_schema import AppArgs, SchedulerArgs
+>>>>>>> conf
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
@@ -35,6 +39,8 @@ _HAS_OWN_KEY = {
 }
 _SET_BY_HALO = {
     "enable_lora": "HALO switches LoRA on itself",
+    "max_cpu_loras": "HALO keeps all adapters in memory",
+    "additional_config": "HALO passes its own",
     "scheduler_cls": "HALO brings its own scheduler",
     "scheduling_policy": "HALO brings its own scheduler",
     "enable_log_requests": "prompts are never logged",
@@ -132,6 +138,7 @@ def _check_batch(view: ArgsView) -> None:
 
 def _check_scheduler(view: ArgsView) -> None:
     policy, options = view.get("scheduler", "policy"), view.get("scheduler", "options")
+<<<<<<< HEAD
     if policy is None:
         policy = "halo-paper"
     entry = POLICIES.get(policy)
@@ -146,6 +153,26 @@ def _check_scheduler(view: ArgsView) -> None:
                 view.problems.append(unknown_key(path, value, list(entry.options), {}))
             elif fault := option.fault(value):
                 view.report(path, fault, value)
+=======
+    if view.bad.intersection({("scheduler",), ("scheduler", "policy"), ("scheduler", "options")}):
+        return
+    policy, options = policy or SchedulerArgs().policy, options or {}
+    if policy not in POLICIES:
+        message = f"is not a scheduling policy; there are {', '.join(POLICIES)}"
+        view.report(("scheduler", "policy"), message, policy)
+        return
+    known = POLICIES[policy].options
+    for option, value in options.items():
+        path = ("scheduler", "options", option)
+        if option not in known:
+            view.problems.append(unknown_key(path, value, known, {}))
+        elif fault := known[option].fault(value):
+            view.report(path, fault, value)
+    for option, entry in known.items():
+        if entry.required and option not in options:
+            message = f"is missing; {policy} needs it: {entry.meaning}"
+            view.report(("scheduler", "options", option), message, ABSENT)
+>>>>>>> conf
 
 
 def _check_engine_args(view: ArgsView) -> None:

@@ -33,12 +33,12 @@ DEPLOYMENTS = ("gateway", "admission", "engine")
 __all__ = ["DEPLOYMENTS", "IMPORT_PATH", "AppArgs", "ClusterConfig", "ConfigErrors", "load_cluster", "parse_args"]
 
 
-def parse_args(args: Mapping[str, Any], root: Path, *, files: bool = True) -> AppArgs:
-    """Check the ``args`` of the application. Relative paths in it start at ``root``.
+def parse_args(args: Mapping[str, Any], root: Path | None = None, *, files: bool = True) -> AppArgs:
+    """Check the ``args`` of the application. Relative paths in it start at ``root``, by default where we run.
 
     With ``files`` off neither model, adapters nor keys are looked at. Raises :class:`ConfigErrors`.
     """
-    parsed, problems = _parse(args, root, sections_by_key(AppArgs, "args"), files=files)
+    parsed, problems = _parse(args, (root or Path.cwd()).absolute(), sections_by_key(AppArgs, "args"), files=files)
     problems += [*placeholders(args)]
     if problems or parsed is None:
         raise ConfigErrors(_one_per_fault(problems), "args")

@@ -21,7 +21,8 @@ from typing import Any
 
 from deployments.adapter_config import CONFIG_FILE, Findings, Ranks, check_features, read_config, strings
 from deployments.adapter_tensors import AdapterTensors, TensorFileError, Weight, first_non_finite, read_tensors
-from deployments.base_model import BaseModelFacts
+from deployments.base_model import BaseModelFacts, read_model_facts
+from deployments.settings import EngineSettings
 
 TENSOR_FILE = "adapter_model.safetensors"
 
@@ -125,6 +126,28 @@ def loadable_directory(report: AdapterReport, cache: Path) -> Path:
         if not target.is_dir():  # Another process may have been first.
             raise
     return target
+
+
+def prepare_adapters(settings: EngineSettings, cache: Path) -> dict[str, Path]:
+    """Check every adapter of an engine where it runs; by service, the directory that vLLM is to load.
+
+    Raises :class:`ModelError` and, for all adapters together, an ExceptionGroup of :class:`AdapterError`.
+    """
+    model = Path(settings.model)
+    base = read_model_facts(model) if model.is_dir() else BaseModelFacts(name=settings.model)
+    directories: dict[str, Path] = {}
+    errors: list[AdapterError] = []
+    for service in settings.services:
+        if service.adapter is None:
+            continue
+        try:
+            report = check_adapter(service.adapter, base, settings.max_lora_rank)
+            directories[service.name] = loadable_directory(report, cache)
+        except AdapterError as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} adapters cannot be served", errors)
+    return directories
 
 
 def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:

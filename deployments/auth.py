@@ -67,6 +67,11 @@ class KeyTable:
 
     holders: Mapping[str, KeyHolder]
 
+    @classmethod
+    def load(cls, path: Path) -> KeyTable:
+        """The table of a key file, see :func:`load_keys`."""
+        return load_keys(path)
+
     def authenticate(self, header: str | None) -> KeyHolder | None:
         """The holder of the key in an ``Authorization`` header, None for anything else than a key in the table."""
         if header is None or len(header) > MAX_HEADER_CHARACTERS:

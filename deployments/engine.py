@@ -77,7 +77,21 @@ class EngineReplica:
             service.name: str(service.adapter) for service in self._settings.services if service.adapter is not None
         }
         self._surface = await OpenAISurface.build(self._llm, engine_args, adapters, self._settings.base_name)
+        await self._check_parts()
         await self._warm_up()
+
+    async def _check_parts(self) -> None:
+        """vLLM only logs a plug-in that fails and serves on without it; a replica must not."""
+        for worker, parts in enumerate(await self._llm.collective_rpc("halo_parts", timeout=WARM_UP_TIMEOUT_S)):
+            if not parts:
+                raise EngineNotActiveError(
+                    f"worker {worker} did not load HALO's vLLM plug-in: install the project into this environment "
+                    "(pip install -e .), so that its vllm.general_plugins entry point exists"
+                )
+            failed = [f"{part} {state}" for part, state in parts.items() if state.startswith("failed")]
+            if failed:
+                raise EngineNotActiveError(f"worker {worker}: {'; '.join(failed)}")
+            logger.info("worker %d: %s", worker, "; ".join(f"{part} {state}" for part, state in parts.items()))
 
     async def _warm_up(self) -> None:
         """Run one short request per service through the whole path, and check that HaloScheduler stamped it."""

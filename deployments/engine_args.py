@@ -55,6 +55,7 @@ def build_engine_args(settings: EngineSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "scheduler_cls": "vllm_plugin.scheduler.HaloScheduler",
         "additional_config": {"halo": {"policy": settings.policy, "options": dict(settings.policy_options)}},
+        "worker_extension_cls": "vllm_plugin.worker_extension.HaloWorkerExtension",
         "enable_log_requests": False,
     }
     if adapters:

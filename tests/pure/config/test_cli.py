@@ -55,9 +55,9 @@ def test_check_lists_errors(config: Path) -> None:
     assert result.exit_code == 1
     assert result.output.splitlines() == [
         f"{config}: 2 errors",
-        "  line 11: applications[0].args.services[0].tbt = 50: has no unit; "
+        "  line 15: applications[0].args.services[0].tbt = 50: has no unit; "
         "write 50ms if milliseconds are meant, 50s if seconds",
-        "  line 12: applications[0].args.services[0].ttft = '[red]1': is not a duration; "
+        "  line 16: applications[0].args.services[0].ttft = '[red]1': is not a duration; "
         "write a number and a unit, like 500ms, 0.5s or 2min",
     ]
 
