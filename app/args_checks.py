@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from app.args_schema import AppArgs
-=======
 from app.args_schema import AppArgs, SchedulerArgs
->>>>>>> conf
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
@@ -138,22 +134,6 @@ def _check_batch(view: ArgsView) -> None:
 
 def _check_scheduler(view: ArgsView) -> None:
     policy, options = view.get("scheduler", "policy"), view.get("scheduler", "options")
-<<<<<<< HEAD
-    if policy is None:
-        policy = "halo-paper"
-    entry = POLICIES.get(policy)
-    if entry is None:
-        message = f"is not a scheduling policy; there are {', '.join(POLICIES)}"
-        view.report(("scheduler", "policy"), message, policy)
-    elif isinstance(options, Mapping):
-        for key, value in options.items():
-            path = ("scheduler", "options", key)
-            option = entry.options.get(key)
-            if option is None:
-                view.problems.append(unknown_key(path, value, list(entry.options), {}))
-            elif fault := option.fault(value):
-                view.report(path, fault, value)
-=======
     if view.bad.intersection({("scheduler",), ("scheduler", "policy"), ("scheduler", "options")}):
         return
     policy, options = policy or SchedulerArgs().policy, options or {}
@@ -172,7 +152,6 @@ def _check_scheduler(view: ArgsView) -> None:
         if entry.required and option not in options:
             message = f"is missing; {policy} needs it: {entry.meaning}"
             view.report(("scheduler", "options", option), message, ABSENT)
->>>>>>> conf
 
 
 def _check_engine_args(view: ArgsView) -> None:

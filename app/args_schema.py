@@ -21,24 +21,14 @@ from deployments.settings import (
     Overload,
     ServiceSettings,
 )
-<<<<<<< HEAD
-from scheduling.registry import with_defaults
-=======
 from scheduling.registry import POLICIES
->>>>>>> conf
 from scheduling.request import ReleasePolicy
 
 # The ranks vLLM builds its LoRA kernels for (vllm.config.lora.MaxLoRARanks).
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 _STRICTEST_TBT = "tbt_min_us"
 
-<<<<<<< HEAD
-DEFAULT_BATCH = 64
-"""Decodes plus prompt tokens of a step unless ``scheduler.options.batch`` says otherwise: what two CPU cores compute
-within the strictest default promise (docs/configuration.md)."""
-=======
 Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
->>>>>>> conf
 
 
 def _service_name(name: str) -> str:
@@ -210,23 +200,12 @@ class AppArgs(Section):
         return self.base.settings(self.slo_scale, None)
 
     def policy_options(self) -> dict[str, Any]:
-<<<<<<< HEAD
-        """The scheduler's options in force: what is written, and what follows from the promises and the engine."""
-        promises = [*self.service_settings(), self.base_settings()]
-        return with_defaults(
-            self.scheduler.policy,
-            self.scheduler.options,
-            batch=min(DEFAULT_BATCH, self.max_num_batched_tokens),
-            tbt_min_us=min(promise.tbt_us for promise in promises),
-        )
-=======
         """The policy's options; a policy that wants to know the strictest TBT is told the promised one."""
         options = dict(self.scheduler.options)
         if _STRICTEST_TBT in POLICIES[self.scheduler.policy].options:
             promises = (*self.service_settings(), self.base_settings())
             options.setdefault(_STRICTEST_TBT, min(promise.tbt_us for promise in promises))
         return options
->>>>>>> conf
 
     def engine_settings(self) -> EngineSettings:
         """What one engine replica is built with."""

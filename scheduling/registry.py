@@ -96,14 +96,6 @@ def check_policy(name: str, options: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def with_defaults(name: str, options: Mapping[str, Any], *, batch: int, tbt_min_us: int) -> dict[str, Any]:
-    """Return ``options`` with ``batch`` and ``tbt_min_us`` added where the policy takes them and they are not set."""
-    entry = POLICIES.get(name)
-    known = entry.options if entry is not None else {}
-    defaults = {"batch": batch, "tbt_min_us": tbt_min_us}
-    return {**{key: value for key, value in defaults.items() if key in known}, **options}
-
-
 def make_policy(name: str, **options: Any) -> Policy:
     """Return a new policy. Raises ValueError with every fault of ``name`` and ``options``, one a line."""
     faults = check_policy(name, options)
