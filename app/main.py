@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ray.serve import Application
@@ -12,7 +13,8 @@ from deployments.builders import Deployments, build
 
 def build_app(args: dict[str, Any]) -> Application:
     """The Serve application for the ``args`` of cluster.yaml. Raises one error that lists every fault in them."""
-    config = parse_args(args)
+    # Ray starts its workers in the directory in which `serve run` was started; relative paths begin there.
+    config = parse_args(args, Path.cwd())
     return build(
         Deployments(
             gateway=config.gateway_settings(),

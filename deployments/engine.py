@@ -1,7 +1,7 @@
 """The engine replica: vLLM's AsyncLLM with all adapters, under HaloScheduler, behind ``EnginePort``.
 
-A plain class: ``deployments.builders`` makes it a Serve deployment. vllm is imported in :meth:`EngineReplica.start`, after the
-environment is set.
+A plain class: ``deployments.builders`` makes it a Serve deployment. vllm is imported in :meth:`EngineReplica.start`,
+after the environment is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine_args import build_engine_args, set_engine_environment
-from deployments.outbox import Outbox, OutboxFull
+from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
     Delivery,
     Endpoint,
@@ -40,7 +40,7 @@ STALL_S = 120.0
 WARM_UP_TIMEOUT_S = 120.0
 
 
-class EngineNotActive(RuntimeError):
+class EngineNotActiveError(RuntimeError):
     """The engine came up without one of our parts; serving would silently break promises."""
 
 
@@ -62,7 +62,7 @@ class EngineReplica:
     async def start(self) -> None:
         """Load the model and every adapter, and prove that our scheduler and LoRA path are in the engine.
 
-        Raises what vLLM raises when the model cannot be loaded, and :class:`EngineNotActive`.
+        Raises what vLLM raises when the model cannot be loaded, and :class:`EngineNotActiveError`.
         """
         set_engine_environment(self._settings)
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -89,7 +89,9 @@ class EngineReplica:
             params = SamplingParams(max_tokens=2, temperature=0.0)
             async for output in self._llm.generate({"prompt_token_ids": [1, 2, 3]}, params, f"warm-{uuid.uuid4().hex}"):
                 if detach_hold(output.kv_transfer_params)[1] is None:
-                    raise EngineNotActive("vLLM runs, but HaloScheduler does not: see scheduler_cls in the engine log")
+                    raise EngineNotActiveError(
+                        "vLLM runs, but HaloScheduler does not: see scheduler_cls in the engine log"
+                    )
             for name in [service.name for service in self._settings.services]:
                 await self._warm_service(name)
 
@@ -105,7 +107,7 @@ class EngineReplica:
         deliveries: list[Delivery] = []
         await self._surface.respond(submission, _monotonic_us(), deliveries.append)
         if deliveries[-1].status >= 400:
-            raise EngineNotActive(f"service {name} does not answer: {deliveries[-1].data}")
+            raise EngineNotActiveError(f"service {name} does not answer: {deliveries[-1].data}")
 
     # -- EnginePort ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class EngineReplica:
     async def _run(self, submission: Submission, arrival_us: int, outbox: Outbox) -> None:
         try:
             await self._surface.respond(submission, arrival_us, outbox.put)
-        except OutboxFull:
+        except OutboxFullError:
             logger.warning("request %s: gateway %s takes no deliveries", submission.request_id, submission.gateway_id)
 
     def _forget(self, request_id: str) -> None:

@@ -33,9 +33,12 @@ def set_engine_environment(settings: EngineSettings) -> None:
 def build_engine_args(settings: EngineSettings) -> Any:
     """``AsyncEngineArgs`` that run ``settings`` under HaloScheduler.
 
-    Raises :class:`EngineConfigError` when the model directory is missing or an entry of ``engine_args`` is unknown or ours.
+    Raises :class:`EngineConfigError` when the model directory is missing or an entry of ``engine_args`` is unknown or
+    one of ours.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment is set)
+    # Imported late, after the environment is set.
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not settings.allow_hub and not Path(settings.model).is_dir():
         raise EngineConfigError(
@@ -61,6 +64,10 @@ def build_engine_args(settings: EngineSettings) -> Any:
             "max_loras": settings.max_loras,
             "max_cpu_loras": max(settings.max_loras, len(adapters)),
         }
+    if current_platform.is_cpu():
+        # vLLM 0.32 compiles the model on CPU only without LoRA, and then answers wrongly in bfloat16 on some
+        # processors (docs/adr/0006-eager-on-cpu.md).
+        args["enforce_eager"] = True
     known = set(AsyncEngineArgs.__dataclass_fields__)
     for name, value in settings.engine_args.items():
         if name not in known:
