@@ -145,12 +145,13 @@ class Admission:
             self._queue.remove(request_id)
             self._waiting.pop(request_id, None)
 
-    async def release(self, request_id: str, outcome: Outcome) -> None:
+    async def release(self, request_id: str, outcome: Outcome | None) -> None:
         """Free the request's slots and account for it. See ``AdmissionPort.release``."""
         if request_id in self._released:
             return
-        self._remember(request_id)
-        self._ledger.record(outcome)
+        if outcome is not None:
+            self._remember(request_id)
+            self._ledger.record(outcome)
         waiting = self._waiting.get(request_id)
         if waiting is not None and not waiting.future.done():
             waiting.future.set_result(Shed("cancelled", 1))
@@ -158,7 +159,7 @@ class Admission:
         held = self._drop_grant(request_id)
         if held is not None:
             self._drain.count(self._clock())
-            if outcome.end is not End.COMPLETED:
+            if outcome is not None and outcome.end is not End.COMPLETED:
                 self._abort_on_replica(request_id, held)
         self._dispatch()
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 30.0
 SUBMIT_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 10.0
+CUT_AFTER_TIMEOUT_S = 5.0
+GIVE_BACK_EARLY_US = 50_000
 MAX_ATTEMPTS = 3
 """How many replicas one request may see. One that takes every engine down with it must not tour the cluster."""
 
@@ -83,7 +85,11 @@ class Ports:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Runs one call. Close ``pieces`` early and everything that was started for the call is stopped."""
+    """Runs one call. Close ``pieces`` early and everything that was started for the call is stopped.
+
+    ``cut`` is set when the connection must be closed although its client has not taken what was sent: it reads too
+    slowly, or the response has outlived its time.
+    """
 
     ports: Ports
     call: Call
@@ -97,6 +103,9 @@ class Exchange:
     _deadline_us: int = 0
     _begun: bool = False
     _finished: bool = False
+    _given_back: bool = False
+    _cut_timer: asyncio.TimerHandle | None = None
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
     _end: End = End.FAILED
     _submission: Submission = field(init=False)
 
@@ -109,7 +118,7 @@ class Exchange:
     @property
     def held(self) -> HeldRequest | None:
         """The grant this exchange holds now."""
-        if self._address is None or self._prepared is None:
+        if self._address is None or self._prepared is None or self._given_back:
             return None
         return HeldRequest(self.call.request_id, self._address, self._prepared.choices)
 
@@ -182,7 +191,8 @@ class Exchange:
         self._address = ReplicaAddress(grant.replica_id, grant.incarnation)
         self._deadline_us = self.ports.clock() + self.ports.settings.stream_timeout_us
         self.ports.metrics.queued(self.call.service, grant.queued_us)
-        channel = ResponseChannel(self.ports.settings.max_unsent_bytes)
+        self._arm_cut()
+        channel = ResponseChannel(self.ports.settings.max_unsent_bytes, self.cut.set, self._engine_done)
         await self.ports.streams.bind(self._address, self.call.request_id, channel)
         try:
             async with asyncio.timeout(SUBMIT_TIMEOUT_S):
@@ -229,6 +239,19 @@ class Exchange:
         streamed = tracker.streamed and first.status < 400
         return Piece("".join(delivery.data for delivery in deliveries), first.status, streamed)
 
+    def _arm_cut(self) -> None:
+        """Close the connection when even the error about the time-out cannot be sent."""
+        if self._cut_timer is not None:
+            self._cut_timer.cancel()
+        delay_s = self.ports.settings.stream_timeout_us / 1e6 + CUT_AFTER_TIMEOUT_S
+        self._cut_timer = asyncio.get_running_loop().call_later(delay_s, self.cut.set)
+
+    def _engine_done(self) -> None:
+        """The engine is done with the request. Its slot is given back at once when the last token is held for long."""
+        if self._channel is not None and self._channel.due_us - self.ports.clock() > GIVE_BACK_EARLY_US:
+            self._given_back = True
+            self._background(self.ports.admission.release(self.call.request_id, None), "give back")
+
     def _leave_replica(self) -> None:
         if self._address is not None:
             self.ports.streams.unbind(self._address, self.call.request_id)
@@ -237,11 +260,13 @@ class Exchange:
 
     def _finish(self) -> None:
         """Give everything back. Only starts tasks: this also runs in a request that is being cancelled."""
+        if self._cut_timer is not None:
+            self._cut_timer.cancel()
         call, address = self.call, self._address
         outcome = self._tracker.outcome(self._end) if self._tracker else Outcome(call.service, self._end)
         if address is not None:
             self.ports.streams.unbind(address, call.request_id)
-            if not self._finished:
+            if not self._finished and not self._given_back:
                 self._background(self.ports.engines.abort(address, [call.request_id]), "abort")
         if self._asked and not self._shed:
             self._background(self.ports.admission.release(call.request_id, outcome), "release")

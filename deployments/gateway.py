@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from deployments.background import BackgroundTasks
 from deployments.clock import Clock, monotonic_us
-from deployments.exchange import Call, Exchange, Piece, Ports
+from deployments.exchange import Call, Exchange, Ports
 from deployments.gateway_ports import GatewayMetrics, KeyHolder, Keys
 from deployments.openai_errors import ApiError
 from deployments.pacer import Pacer
@@ -123,8 +122,8 @@ class Gateway:
             )
         return service
 
-    def respond(self, call: Call) -> AsyncGenerator[Piece, None]:
-        """The response to a call, piece by piece. Close it early and the call's work stops everywhere."""
+    def exchange(self, call: Call) -> Exchange:
+        """The exchange that answers a call."""
         ports = Ports(
             self.gateway_id,
             self.settings,
@@ -137,7 +136,7 @@ class Gateway:
             self._register,
             self._unregister,
         )
-        return Exchange(ports, call).pieces()
+        return Exchange(ports, call)
 
     async def slo(self) -> dict[str, Any]:
         """The cluster's SLO table. ApiError 503 when admission does not answer."""

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.exchange import Call, Piece
+from deployments.exchange import Call, Exchange, Piece
 from deployments.gateway import Gateway
 from deployments.openai_errors import ApiError, envelope
 from deployments.protocol import Endpoint
@@ -146,21 +146,24 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        sending = loop.create_task(self._send(send))
+        exchange = self._gateway.exchange(self._call)
+        sending = loop.create_task(self._send(send, exchange))
         gone = loop.create_task(_until_gone(receive))
+        cut = loop.create_task(exchange.cut.wait())
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, gone, cut), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
+            cut.cancel()
             if not sending.done():
                 sending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sending
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, exchange: Exchange) -> None:
         begun = False
         try:
-            async with contextlib.aclosing(self._gateway.respond(self._call)) as pieces:
+            async with contextlib.aclosing(exchange.pieces()) as pieces:
                 async for piece in pieces:
                     if not begun:
                         begun = True

@@ -297,8 +297,11 @@ class AdmissionPort(Protocol):
         """
         ...
 
-    async def release(self, request_id: str, outcome: Outcome) -> None:
-        """Give a grant back, or leave the queue. Ids that are not known are ignored, so it may be repeated."""
+    async def release(self, request_id: str, outcome: Outcome | None) -> None:
+        """Give a grant back, or leave the queue, and account for the request. May be repeated.
+
+        Without an outcome only the grant is given back: the engine has finished, the client has not got everything.
+        """
         ...
 
     async def heartbeat(self, status: ReplicaStatus) -> list[str]:

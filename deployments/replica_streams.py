@@ -120,6 +120,8 @@ class ReplicaStreams:
         if delivery.last:
             del stream.channels[delivery.request_id]
         self._pacer.offer(channel, delivery)
+        if delivery.last:
+            channel.on_last()
 
     def _fail(self, stream: _Stream, reason: str) -> None:
         self._forget(stream)

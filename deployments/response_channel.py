@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from deployments.protocol import Delivery
 
@@ -20,11 +21,15 @@ class ResponseChannel:
     """Released deliveries that the connection has not taken yet. Also the pacer's sink.
 
     ``max_bytes`` bounds what waits here: a client that does not read is cut instead of filling the gateway's memory.
+    ``on_overflow`` is called when that happens, ``on_last`` when the engine's last delivery has arrived, which may be
+    long before it is released.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_overflow: Callable[[], None], on_last: Callable[[], None]) -> None:
         self.due_us = 0
         self.held = 0
+        self.on_last = on_last
+        self._on_overflow = on_overflow
         self._max_bytes = max_bytes
         self._released: deque[Delivery] = deque()
         self._bytes = 0
@@ -40,6 +45,7 @@ class ResponseChannel:
         if self._bytes > self._max_bytes and self._released:
             self._error = SlowClientError(f"more than {self._max_bytes} bytes wait for the client")
             self._released.clear()
+            self._on_overflow()
         else:
             self._released.append(delivery)
         self._wake()

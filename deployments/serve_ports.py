@@ -92,7 +92,7 @@ class ServeAdmission:
         answer: Grant | Shed = await self._call("acquire", ticket)
         return answer
 
-    async def release(self, request_id: str, outcome: Outcome) -> None:
+    async def release(self, request_id: str, outcome: Outcome | None) -> None:
         """See ``AdmissionPort``."""
         await self._call("release", request_id, outcome)
 
