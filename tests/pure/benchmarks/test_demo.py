@@ -29,6 +29,7 @@ def test_every_policy_gets_the_same_requests() -> None:
 def test_a_policy_may_carry_a_budget() -> None:
     """``fcfs@64`` runs with 64 tokens a step; without a number the file's own budget stays."""
     assert overlay("fcfs@64")["max_num_batched_tokens"] == 64
+    assert overlay("fcfs@64")["admission"]["inflight_per_replica"] > 100
     assert overlay("fcfs@64")["scheduler"] == {"policy": "fcfs"}
     assert "max_num_batched_tokens" not in overlay("halo-paper")
 
