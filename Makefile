@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Every target that needs the packages installs them first (scripts/setup.py).
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-pure check format demo adapters bench lock clean
+.PHONY: help setup serve test test-pure check format demo adapters bench dashboards lock clean
 
 PY := .venv/bin/python
 CONFIG ?= cluster.yaml
@@ -39,6 +39,9 @@ adapters: setup ## train the four example adapters again from examples/
 
 bench-%: setup ## run one benchmark, as in `make bench-driver ARGS="--help"`
 	@$(PY) -m benchmarks.$(subst -,_,$*) $(ARGS)
+
+dashboards: setup ## build dashboards/*.json anew
+	@$(PY) -m dashboards.build
 
 lock: setup ## resolve requirements/*.lock anew (needs uv)
 	@$(PY) scripts/lock.py

@@ -32,6 +32,8 @@ from benchmarks.server import ROOT, ServerError, free_port, running_server
 from benchmarks.workload import PlannedRequest, ServiceLoad, compose, lengthened, poisson_arrivals
 
 WARM_UP_TOKENS = 8
+# Admission would hand requests to the engine in order of deadline; let the policy under test see all of them instead.
+IN_ENGINE = 256
 LONG_PROMPT_WORDS = (250, 450)
 
 
@@ -57,7 +59,11 @@ def workload(services: Sequence[str], rate: float, seconds: float, seed: int) ->
 def overlay(policy: str) -> dict[str, Any]:
     """What a policy changes in cluster.yaml: ``name`` or ``name@tokens``."""
     name, _, budget = policy.partition("@")
-    changes: dict[str, Any] = {"scheduler": {"policy": name}, "auth": {"keys_file": None}}
+    changes: dict[str, Any] = {
+        "scheduler": {"policy": name},
+        "admission": {"inflight_per_replica": IN_ENGINE},
+        "auth": {"keys_file": None},
+    }
     if budget:
         changes["max_num_batched_tokens"] = int(budget)
     return changes
