@@ -1,4 +1,4 @@
-"""The ``halo`` command: check a configuration, manage API keys."""
+"""The ``halo`` command: check a configuration, serve it, manage API keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from app import launch
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from app.durations import format_duration
 from deployments.auth import ALL_SERVICES, KeysError, add_key, list_keys, remove_key
@@ -38,6 +39,15 @@ def check(
         _print_errors(errors)
         raise typer.Exit(1) from None
     _print_understood(cluster)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="The Serve config file.")] = Path("cluster.yaml"),
+) -> None:
+    """Check a cluster.yaml and serve it on this machine until Ctrl-C, on a Ray cluster of its own."""
+    check(config)
+    raise typer.Exit(launch.main(config))
 
 
 @keys_app.command("add")

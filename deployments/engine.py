@@ -1,7 +1,7 @@
 """The engine replica: vLLM's AsyncLLM with all adapters, under HaloScheduler, behind ``EnginePort``.
 
-A plain class: ``deployments.builders`` makes it a Serve deployment. vllm is imported in :meth:`EngineReplica.start`, after the
-environment is set.
+A plain class: ``deployments.builders`` makes it a Serve deployment. vllm is imported in :meth:`EngineReplica.start`,
+after the environment is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine_args import build_engine_args, set_engine_environment
-from deployments.outbox import Outbox, OutboxFull
+from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
     Delivery,
     Endpoint,
@@ -40,7 +40,7 @@ STALL_S = 120.0
 WARM_UP_TIMEOUT_S = 120.0
 
 
-class EngineNotActive(RuntimeError):
+class EngineNotActiveError(RuntimeError):
     """The engine came up without one of our parts; serving would silently break promises."""
 
 
@@ -62,7 +62,7 @@ class EngineReplica:
     async def start(self) -> None:
         """Load the model and every adapter, and prove that our scheduler and LoRA path are in the engine.
 
-        Raises what vLLM raises when the model cannot be loaded, and :class:`EngineNotActive`.
+        Raises what vLLM raises when the model cannot be loaded, and :class:`EngineNotActiveError`.
         """
         set_engine_environment(self._settings)
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -77,7 +77,21 @@ class EngineReplica:
             service.name: str(service.adapter) for service in self._settings.services if service.adapter is not None
         }
         self._surface = await OpenAISurface.build(self._llm, engine_args, adapters, self._settings.base_name)
+        await self._check_parts()
         await self._warm_up()
+
+    async def _check_parts(self) -> None:
+        """vLLM only logs a plug-in that fails and serves on without it; a replica must not."""
+        for worker, parts in enumerate(await self._llm.collective_rpc("halo_parts", timeout=WARM_UP_TIMEOUT_S)):
+            if not parts:
+                raise EngineNotActiveError(
+                    f"worker {worker} did not load HALO's vLLM plug-in: install the project into this environment "
+                    "(pip install -e .), so that its vllm.general_plugins entry point exists"
+                )
+            failed = [f"{part} {state}" for part, state in parts.items() if state.startswith("failed")]
+            if failed:
+                raise EngineNotActiveError(f"worker {worker}: {'; '.join(failed)}")
+            logger.info("worker %d: %s", worker, "; ".join(f"{part} {state}" for part, state in parts.items()))
 
     async def _warm_up(self) -> None:
         """Run one short request per service through the whole path, and check that HaloScheduler stamped it."""
@@ -89,7 +103,9 @@ class EngineReplica:
             params = SamplingParams(max_tokens=2, temperature=0.0)
             async for output in self._llm.generate({"prompt_token_ids": [1, 2, 3]}, params, f"warm-{uuid.uuid4().hex}"):
                 if detach_hold(output.kv_transfer_params)[1] is None:
-                    raise EngineNotActive("vLLM runs, but HaloScheduler does not: see scheduler_cls in the engine log")
+                    raise EngineNotActiveError(
+                        "vLLM runs, but HaloScheduler does not: see scheduler_cls in the engine log"
+                    )
             for name in [service.name for service in self._settings.services]:
                 await self._warm_service(name)
 
@@ -105,7 +121,7 @@ class EngineReplica:
         deliveries: list[Delivery] = []
         await self._surface.respond(submission, _monotonic_us(), deliveries.append)
         if deliveries[-1].status >= 400:
-            raise EngineNotActive(f"service {name} does not answer: {deliveries[-1].data}")
+            raise EngineNotActiveError(f"service {name} does not answer: {deliveries[-1].data}")
 
     # -- EnginePort ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +146,7 @@ class EngineReplica:
     async def _run(self, submission: Submission, arrival_us: int, outbox: Outbox) -> None:
         try:
             await self._surface.respond(submission, arrival_us, outbox.put)
-        except OutboxFull:
+        except OutboxFullError:
             logger.warning("request %s: gateway %s takes no deliveries", submission.request_id, submission.gateway_id)
 
     def _forget(self, request_id: str) -> None:

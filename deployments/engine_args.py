@@ -8,6 +8,8 @@ from typing import Any
 
 from deployments.settings import EngineSettings
 
+SCHEDULER_CLASS = "vllm_plugin.scheduler.HaloScheduler"
+
 
 class EngineConfigError(ValueError):
     """The engine cannot be built from these settings; the message names the setting and what to do."""
@@ -33,9 +35,12 @@ def set_engine_environment(settings: EngineSettings) -> None:
 def build_engine_args(settings: EngineSettings) -> Any:
     """``AsyncEngineArgs`` that run ``settings`` under HaloScheduler.
 
-    Raises :class:`EngineConfigError` when the model directory is missing or an entry of ``engine_args`` is unknown or ours.
+    Raises :class:`EngineConfigError` when the model directory is missing or an entry of ``engine_args`` is unknown or
+    one of ours.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment is set)
+    # Imported late, after the environment is set.
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not settings.allow_hub and not Path(settings.model).is_dir():
         raise EngineConfigError(
@@ -50,8 +55,9 @@ def build_engine_args(settings: EngineSettings) -> Any:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "scheduler_cls": "vllm_plugin.scheduler.HaloScheduler",
+        "scheduler_cls": SCHEDULER_CLASS,
         "additional_config": {"halo": {"policy": settings.policy, "options": dict(settings.policy_options)}},
+        "worker_extension_cls": "vllm_plugin.worker_extension.HaloWorkerExtension",
         "enable_log_requests": False,
     }
     if adapters:
@@ -61,6 +67,10 @@ def build_engine_args(settings: EngineSettings) -> Any:
             "max_loras": settings.max_loras,
             "max_cpu_loras": max(settings.max_loras, len(adapters)),
         }
+    if current_platform.is_cpu():
+        # vLLM 0.32 compiles the model on CPU only without LoRA, and then answers wrongly in bfloat16 on some
+        # processors (docs/adr/0006-eager-on-cpu.md).
+        args["enforce_eager"] = True
     known = set(AsyncEngineArgs.__dataclass_fields__)
     for name, value in settings.engine_args.items():
         if name not in known:

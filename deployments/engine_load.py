@@ -27,7 +27,7 @@ class EngineLoad:
         return dict(vars(self))
 
 
-class _LoadLogger(StatLoggerBase):
+class _LoadLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not typed for us
     def __init__(self, vllm_config: VllmConfig, engine_index: int, load: EngineLoad) -> None:
         self._load = load
 

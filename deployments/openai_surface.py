@@ -1,7 +1,7 @@
 """vLLM's own OpenAI serving classes, run inside the engine replica, and what they lack.
 
-What is vLLM's: request models, chat template, tools, logprobs, structured output, streaming chunks, error texts. What is
-ours: complete validation before anything is queued, error statuses instead of errors inside a 200 stream, and the
+What is vLLM's: request models, chat template, tools, logprobs, structured output, streaming chunks, error texts. What
+is ours: complete validation before anything is queued, error statuses instead of errors inside a 200 stream, and the
 tokens and the hold that belong to each piece of the response.
 """
 
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
-from http import HTTPStatus
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.datastructures import State
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -21,18 +18,28 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest, TokenizeResponse
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.protocol import Delivery, Endpoint, Prepared, Refusal, Submission
+from deployments.engine_errors import (
+    PromptTooLongError,
+    early_error,
+    error_delivery,
+    error_response,
+    is_prompt_too_long,
+    refusal,
+)
 from deployments.promise_client import Emission, Probe, PromiseClient, current_request
+from deployments.protocol import Delivery, Endpoint, Prepared, Refusal, Submission
 from vllm_plugin.promise import RequestPromise
 
 # Fields with which a client could reach into the engine's own plumbing.
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority", "request_id", "session_id", "vllm_xargs")
+
+# Longer bodies are refused with vLLM's own text: counting them would cost seconds for a request nobody serves.
+_COUNTED_PROMPT_CHARS = 1_000_000
 
 Send = Callable[[Delivery], None]
 
@@ -71,10 +78,12 @@ class OpenAISurface:
             request.stream = True
             result = await self._serve(submission.endpoint, request)
             if isinstance(result, ErrorResponse):
-                return _refusal(result)
+                return refusal(result)
             await result.aclose()
         except Exception as error:
-            return _refusal(_error_response(error))
+            if is_prompt_too_long(error):
+                error = await self._counted(submission, error)
+            return refusal(error_response(error))
         finally:
             current_request.reset(token)
         return Prepared(probe.prompt_tokens, probe.max_tokens, probe.sequences, stream)
@@ -96,11 +105,11 @@ class OpenAISurface:
         try:
             result = await self._serve(submission.endpoint, self._parse(submission))
             if isinstance(result, ErrorResponse):
-                send(_error_delivery(submission.request_id, result))
+                send(error_delivery(submission.request_id, result))
             elif isinstance(result, AsyncGenerator):
                 async for event in result:
                     if not begun and not parts and event.startswith('data: {"error"'):
-                        send(_early_error(submission.request_id, event))
+                        send(early_error(submission.request_id, event))
                         return
                     parts.append(event)
                 flush(last=True)
@@ -108,14 +117,34 @@ class OpenAISurface:
                 parts.append(json.dumps(result.model_dump(mode="json"), ensure_ascii=False))
                 flush(last=True)
         except Exception as error:
-            response = _error_response(error)
+            response = error_response(error)
             if begun and emission.promise.streaming:
                 parts.append(f"data: {response.model_dump_json()}\n\n")
                 flush(last=True)
             else:
-                send(_error_delivery(submission.request_id, response))
+                send(error_delivery(submission.request_id, response))
         finally:
             current_request.reset(token)
+
+    async def _counted(self, submission: Submission, error: Exception) -> Exception:
+        """The same refusal with the prompt's true length: vLLM stops to count one token beyond the context."""
+        body = submission.body
+        try:
+            if submission.endpoint is Endpoint.CHAT:
+                fields = ("messages", "tools", "chat_template_kwargs")
+                request = TokenizeChatRequest.model_validate({key: body[key] for key in fields if key in body})
+            elif isinstance(body.get("prompt"), str):
+                request = TokenizeCompletionRequest(prompt=body["prompt"])
+            else:
+                return error
+            if len(json.dumps(body)) > _COUNTED_PROMPT_CHARS:
+                return error
+            counted = await self._state.serving_tokenization.create_tokenize(request, None)
+        except Exception:
+            return error
+        if not isinstance(counted, TokenizeResponse):
+            return error
+        return PromptTooLongError(counted.count, counted.max_model_len)
 
     def _parse(self, submission: Submission) -> ChatCompletionRequest | CompletionRequest:
         body = {key: value for key, value in submission.body.items() if key not in _INTERNAL_FIELDS}
@@ -153,44 +182,3 @@ def _send_parts(send: Send, request_id: str, parts: list[str], emission: Emissio
         send(Delivery(request_id, "", hold_us, tokens, index))
     index, tokens = counts[0]
     send(Delivery(request_id, data, hold_us, tokens, index, last))
-
-
-def _error_response(error: Exception) -> ErrorResponse:
-    """The OpenAI error for an exception, a client's mistake never a 5xx."""
-    if isinstance(error, ValidationError | RequestValidationError):
-        first = error.errors()[0]
-        where = clean_loc_for_param(tuple(first["loc"])) if first["loc"] else None
-        what = "; ".join(_validation_text(entry) for entry in error.errors()[:5])
-        return create_error_response(what, param=where)
-    return create_error_response(error)
-
-
-def _validation_text(entry: Mapping[str, Any]) -> str:
-    where = clean_loc_for_param(tuple(entry["loc"])) if entry["loc"] else "body"
-    return f"{where}: {entry['msg']}"
-
-
-def _envelope(response: ErrorResponse) -> tuple[int, dict[str, Any]]:
-    """HTTP status and OpenAI envelope; a prompt beyond the context gets OpenAI's error code."""
-    status = int(response.error.code)
-    body = response.model_dump(mode="json")
-    message = body["error"]["message"]
-    if status == HTTPStatus.BAD_REQUEST and "maximum context length" in message:
-        body["error"]["code"] = "context_length_exceeded"
-    return status, body
-
-
-def _refusal(response: ErrorResponse) -> Refusal:
-    status, body = _envelope(response)
-    return Refusal(status, body)
-
-
-def _error_delivery(request_id: str, response: ErrorResponse) -> Delivery:
-    status, body = _envelope(response)
-    return Delivery(request_id, json.dumps(body), last=True, status=status)
-
-
-def _early_error(request_id: str, event: str) -> Delivery:
-    """An error that vLLM reports inside the stream before any token: turn it into a response of its own."""
-    payload = json.loads(event.removeprefix("data: "))
-    return _error_delivery(request_id, ErrorResponse.model_validate(payload))

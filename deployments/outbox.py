@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from deployments.protocol import Delivery
 
 
-class OutboxFull(Exception):
+class OutboxFullError(Exception):
     """The gateway has stopped to take deliveries."""
 
 
@@ -26,9 +26,9 @@ class Outbox:
         self._closed = False
 
     def put(self, delivery: Delivery) -> None:
-        """Add a delivery; raises :class:`OutboxFull` when nobody takes them any more."""
+        """Add a delivery; raises :class:`OutboxFullError` when nobody takes them any more."""
         if self._closed or len(self._pending) >= self._limit:
-            raise OutboxFull
+            raise OutboxFullError
         self._pending.append(delivery)
         self._ready.set()
 

@@ -75,7 +75,10 @@ class PromiseClient:
             self._validate(request, prompt, sampling_params, request_id, kwargs)
             return _nothing()
         if request is None:
-            return self._llm.generate(prompt, sampling_params, request_id, **kwargs)
+            stream: AsyncGenerator[RequestOutput, None] = self._llm.generate(
+                prompt, sampling_params, request_id, **kwargs
+            )
+            return stream
         return self._generate(request, prompt, sampling_params, request_id, kwargs)
 
     def _validate(

@@ -1,8 +1,8 @@
 """How long a step takes (DeltaServe section 3.3, Eq. I and II; calibration and refits: section 3.4).
 
-DeltaServe prices a step that carries prompt tokens with ``a * sum((n_i + B_d)^2) + b * (T_in + B_d) + g * T_ft + e * K
-+ c`` (Eq. I) and a decode-only step with ``b' * B_d + e' * K + c'`` (Eq. II), one set of coefficients per execution mode
-(CUDA graph or eager). This module fits the same terms, none negative, with these changes:
+DeltaServe prices a step that carries prompt tokens with ``a * sum((n_i + B_d)^2) + b * (T_in + B_d) + g * T_ft
++ e * K + c`` (Eq. I) and a decode-only step with ``b' * B_d + e' * K + c'`` (Eq. II), one set of coefficients per
+execution mode (CUDA graph or eager). This module fits the same terms, none negative, with these changes:
 
 - Attention of a chunk counts the pairs it really computes, ``n_i * (prefix_i + n_i / 2)``, and the prefix it reads: in
   chunked prefill a chunk attends to all of its prompt that came before, which Eq. I does not know.
@@ -11,8 +11,8 @@ DeltaServe prices a step that carries prompt tokens with ``a * sum((n_i + B_d)^2
   chunk on CPUs, and in decode batches on GPUs it follows tile sizes.
 - Errors are relative: a fit by absolute error serves the longest steps only.
 
-Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`CELL_STEPS` of them, and
-cells fade with the steps since they were last seen. The cost of a step and the memory held do not grow with time.
+Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`CELL_STEPS` of them,
+and cells fade with the steps since they were last seen. The cost of a step and the memory held do not grow with time.
 Deadlines are checked against an upper quantile: the prediction times a quantile of the newest ratios of observed to
 predicted time. A model that has not seen enough steps of a kind predicts nothing.
 """

@@ -1,7 +1,8 @@
 """How a request's promise travels through vLLM to the scheduler, and how the scheduler's answer travels back.
 
-vLLM hands ``SamplingParams.extra_args`` through to ``Request.sampling_params`` unread, and ``EngineCoreOutput.kv_transfer_params``
-back to ``RequestOutput`` unread when no KV connector is configured. Both are plain dicts; this module owns the keys.
+vLLM hands ``SamplingParams.extra_args`` through to ``Request.sampling_params`` unread, and
+``EngineCoreOutput.kv_transfer_params`` back to ``RequestOutput`` unread when no KV connector is configured. Both are
+plain dicts; this module owns the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from scheduling.request import ReleasePolicy
 PROMISE_KEY = "halo_promise"
 HOLD_KEY = "halo_hold_us"
 
-# Direct users of the engine (vLLM's own tools, profiling) make no promise. An hour keeps them behind everybody who does.
+# Direct users of the engine (vLLM's own tools, profiling) make no promise. An hour keeps them behind all who do.
 UNPROMISED_US = 3_600_000_000
 
 
@@ -23,7 +24,8 @@ UNPROMISED_US = 3_600_000_000
 class RequestPromise:
     """The targets of one request and its arrival.
 
-    ``arrival_us`` is on the host's CLOCK_MONOTONIC: AsyncLLM and its EngineCore child always share a host (docs/adr/0005).
+    ``arrival_us`` is on the host's CLOCK_MONOTONIC: AsyncLLM and its EngineCore child always share a host
+    (docs/adr/0005).
     """
 
     service: str

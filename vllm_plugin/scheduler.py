@@ -51,11 +51,15 @@ class _StepInFlight:
     chunk_prefix_tokens: int = 0
 
 
-class HaloScheduler(AsyncScheduler):
+class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed for us
     """Chooses decodes, prefill chunks and admissions of every step by deadline (HALO section 5).
 
     Configured by ``additional_config={"halo": {"policy": NAME, "options": {...}}}``.
     """
+
+    running: list[Request]
+    max_num_scheduled_tokens: int
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -180,7 +184,9 @@ class HaloScheduler(AsyncScheduler):
         by_id = {request.request_id: request for request in self.running}
         decodes = [by_id[request_id] for request_id in plan.decode if request_id in by_id]
         chunks = [by_id[chunk.request_id] for chunk in plan.prefill if chunk.request_id in by_id]
-        admitted = [self.requests[chunk.request_id] for chunk in plan.prefill if self._book.is_waiting(chunk.request_id)]
+        admitted = [
+            self.requests[chunk.request_id] for chunk in plan.prefill if self._book.is_waiting(chunk.request_id)
+        ]
 
         planned = {request.request_id for request in decodes}
         planned.update(request.request_id for request in chunks)
@@ -208,7 +214,8 @@ class HaloScheduler(AsyncScheduler):
     @staticmethod
     def _decode_tokens(request: Request) -> int:
         """Tokens the stock scheduler gives a decode: one, and the drafts to verify with speculative decoding."""
-        return max(1, request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
+        left: int = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+        return max(1, left)
 
     def _note_scheduled(self, output: SchedulerOutput, now_us: int) -> None:
         step = _StepInFlight(output, now_us)
@@ -237,7 +244,7 @@ class HaloScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Stamp each new token with the time for which the gateway holds it, and tell the policy how the step went."""
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         now_us = monotonic_us()
         first_tokens: dict[str, tuple[int, int]] = {}
         service_tokens: dict[str, int] = {}
