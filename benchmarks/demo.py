@@ -27,8 +27,8 @@ from rich.console import Console
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from benchmarks.attainment import Observation, ServiceReport, Targets, report
 from benchmarks.driver import Endpoint, drive, prompts_for, to_json
-from benchmarks.report_table import print_reports
-from benchmarks.server import ROOT, ServerError, free_port, running_server
+from benchmarks.report_table import print_reports, wide_console
+from benchmarks.server import ROOT, ServerError, free_port, running_server, tail
 from benchmarks.workload import PlannedRequest, ServiceLoad, compose, lengthened, poisson_arrivals
 
 WARM_UP_TOKENS = 8
@@ -93,7 +93,9 @@ def run_policy(
             warm_up = [
                 PlannedRequest(i * 300_000, r.service, r.messages, WARM_UP_TOKENS) for i, r in enumerate(requests[:8])
             ]
-            drive(endpoint, warm_up, targets, title=f"{policy}: warm-up", console=console)
+            warmed = drive(endpoint, warm_up, targets, title=f"{policy}: warm-up", console=console)
+            if failed := [observation.error for observation in warmed if observation.error]:
+                raise ServerError(f"a request of the warm-up failed: {failed[0]}\n{tail(log)}")
             observations = drive(
                 endpoint, requests, targets, title=f"{policy}:", console=console, tolerance_us=tolerance_us
             )
@@ -148,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("demo: interrupted")
         return 130
     reports = {name: outcome.reports for name, outcome in outcomes.items()}
-    print_reports(Console(), reports, targets, round(options.tolerance_ms * 1000))
+    print_reports(wide_console(), reports, targets, round(options.tolerance_ms * 1000))
     console.print(f"took {time.monotonic() - begun:.0f} s")
     if options.json:
         print(json.dumps({"policies": {n: to_json(o.reports, o.observations) for n, o in outcomes.items()}}))

@@ -26,7 +26,7 @@ from rich.console import Console
 from benchmarks.attainment import Observation, ServiceReport, Targets, quantile_ms, report
 from benchmarks.openai_stream import EventSplitter, StreamError, TokenCounter
 from benchmarks.progress import Progress
-from benchmarks.report_table import print_reports
+from benchmarks.report_table import print_reports, wide_console
 from benchmarks.workload import (
     PlannedRequest,
     ServiceLoad,
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tolerance_us = round(options.tolerance_ms * 1000)
     observations = drive(endpoint, requests, targets, title=endpoint.url, tolerance_us=tolerance_us)
     reports = report(observations, targets, options.seconds, tolerance_us)
-    print_reports(Console(), {"": reports}, targets, tolerance_us)
+    print_reports(wide_console(), {"": reports}, targets, tolerance_us)
     results = to_json(reports, observations)
     for error in results["errors"]:  # type: ignore[attr-defined]
         print(error, file=sys.stderr)

@@ -51,7 +51,7 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """``halo serve config`` until the block ends; it listens on ``address`` and prints to ``log``.
 
-    Raises :class:`ServerError` when ``/v1/models`` does not answer within ``start_timeout_s``.
+    Raises :class:`ServerError` when no engine is ready (``/readyz``) within ``start_timeout_s``.
     """
     url = f"http://{address[0]}:{address[1]}"
     begun = time.monotonic()
@@ -102,13 +102,12 @@ def _wait_until_ready(
         while True:
             if process.poll() is not None:
                 raise ServerError(f"the server ended with status {process.returncode} while starting\n{tail(log)}")
-            # 401 is an answer too: this server has API keys.
             with contextlib.suppress(httpx.HTTPError):
-                if client.get("/v1/models").status_code in {httpx.codes.OK, httpx.codes.UNAUTHORIZED}:
+                if client.get("/readyz").status_code == httpx.codes.OK:
                     return
             now = time.monotonic()
             if now > deadline:
-                raise ServerError(f"the server did not answer {url}/v1/models in time\n{tail(log)}")
+                raise ServerError(f"the server was not ready in time ({url}/readyz)\n{tail(log)}")
             if now > next_word:
                 next_word = now + PROGRESS_EVERY_S
                 say(f"starting, {now - begun:.0f} s so far")

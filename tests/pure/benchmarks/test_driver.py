@@ -126,7 +126,7 @@ def test_table_and_json_agree() -> None:
     print_reports(Console(file=output, width=200), {"fcfs": reports, "halo": reports}, targets, 10 * MS)
     text = output.getvalue()
     assert text.count("fcfs") == text.count("halo") == 3
-    assert "250 / 150" in text
+    assert "250/150" in text
     assert "10 ms for client and network" in text
     results = to_json(reports, [observation, refused])
     assert json.loads(json.dumps(results))["services"]["kept"]["tbt_p99_ms"] == 190
