@@ -242,8 +242,12 @@ class StepTimeModel:
 
     @property
     def warm(self) -> bool:
-        """Whether steps with and without prompt tokens can both be predicted, in the modes seen last."""
-        return self._decode[self._decode_graph].warm and self._mixed[self._mixed_graph].warm
+        """Whether steps that carry prompt tokens can be predicted in the mode seen last.
+
+        Decode-only steps then can be bounded too, as steps with no prompt token, until enough of them were seen: under
+        lasting load there may be none.
+        """
+        return self._mixed[self._mixed_graph].warm
 
     @property
     def largest_chunk(self) -> int:
@@ -284,7 +288,8 @@ class StepTimeModel:
     ) -> tuple[float, _Fit] | None:
         if not chunks and not finetune:
             fit = self._decode[self._decode_graph if graph is None else graph]
-            return (fit.central((context,), decodes), fit) if fit.warm else None
+            if fit.warm:
+                return fit.central((context,), decodes), fit
         fit = self._mixed[self._mixed_graph if graph is None else graph]
         if not fit.warm:
             return None
@@ -295,6 +300,8 @@ class StepTimeModel:
     def decode_bound_us(self, decodes: int, context_tokens: int) -> float:
         """:meth:`bound_us` of a decode-only step of a warm model, for inner loops."""
         fit = self._decode[self._decode_graph]
+        if not fit.warm:
+            return self.mixed_bound_us(decodes, context_tokens, 0, 0, 0)
         return (fit.constant + fit.piecewise(decodes) + fit.prices[0] * context_tokens) * fit.ratio
 
     def mixed_bound_us(self, decodes: int, context_tokens: int, tokens: int, pairs: int, prefix: int) -> float:
