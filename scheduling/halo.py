@@ -36,6 +36,7 @@ from scheduling.request import RequestState
 from scheduling.room import Room, split
 from scheduling.time_capacity import TimeCapacity
 
+MARGIN_PCT = 5
 KV_PRESSURE_PCT = 90
 DRY_STEPS = 32
 DRY_CHUNK = 32
@@ -48,14 +49,19 @@ class Halo:
     """HALO with a step-time model.
 
     ``batch`` bounds the step until the model is warm; ``tbt_min_us`` is the strictest TBT of any service, without it
-    the strictest seen so far; ``margin_us`` is kept free before a deadline; ``quantile_pct`` is the share of steps
-    that shall stay within their predicted time.
+    the strictest seen so far; ``margin_us`` is kept free before a deadline, without it :data:`MARGIN_PCT` of the
+    strictest TBT; ``quantile_pct`` is the share of steps that shall stay within their predicted time.
     """
 
     name = "halo"
 
     def __init__(
-        self, *, batch: int = 64, tbt_min_us: int | None = None, margin_us: int = 4_000, quantile_pct: int = 99
+        self,
+        *,
+        batch: int = 64,
+        tbt_min_us: int | None = None,
+        margin_us: int | None = None,
+        quantile_pct: int = 99,
     ) -> None:
         self.model = StepTimeModel(quantile=quantile_pct / 100)
         self._margin_us = margin_us
@@ -89,7 +95,9 @@ class Halo:
             # Slots are shared out by urgency before time is: who cannot run must not decide how long the step may take.
             refused = [entry[3] for entry in keyed if not slots.take(entry[3].adapter)]
             keyed = [entry for entry in keyed if slots.take(entry[3].adapter)]
-        due = DueDecodes(keyed, view.now_us, self.model.decode_bound_us, self._margin_us, self._strictest.us)
+        tbt_min_us = self._strictest.us
+        margin_us = MARGIN_PCT * tbt_min_us // 100 if self._margin_us is None else self._margin_us
+        due = DueDecodes(keyed, view.now_us, self.model.decode_bound_us, margin_us, tbt_min_us)
         step = _Step(self.model, room, due.limit_us)
         refused += step.decode(due.urgent)
         rest = due.rest

@@ -4,7 +4,6 @@ import itertools
 import random
 from functools import partial
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,13 +112,15 @@ def _fresh(s: RequestState) -> RequestState:
     return request(s.request_id, s.arrival_us, s.prompt_tokens, s.max_tokens, s.ttft_us, s.tbt_us, service=s.service)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_more_requests_keep_their_promise_than_with_the_best_fixed_budget(seed):
-    """Simulated, CPU-like: at a rate where the best of several fixed budgets has begun to fail, `halo` still keeps 99 %."""
-    rate = 2.6
-    best = max(met(make_policy("fcfs", batch=batch), rate, seed) for batch in (56, 64, 72, 80))
-    assert best < 0.97
-    assert met(halo(), rate, seed) >= 0.99
+def test_more_requests_keep_their_promise_than_with_the_best_fixed_budget():
+    """Simulated, CPU-like, near the limit: `halo` breaks at most half the promises that `fcfs` breaks with the best
+    of several fixed budgets."""
+
+    def broken(make) -> float:
+        return sum(1 - met(make(), 3.2, seed) for seed in (1, 2, 3))
+
+    best = min(broken(partial(make_policy, "fcfs", batch=batch)) for batch in (56, 64, 72, 80))
+    assert broken(halo) <= best / 2
 
 
 def test_overload_costs_those_who_cannot_be_saved():
