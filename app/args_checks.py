@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.args_schema import AppArgs, SchedulerArgs
+from app.args_schema import AppArgs, SchedulerArgs, resolve
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
 from deployments.auth import KeysError, load_keys
-from deployments.base_model import BaseModelFacts, ModelError, read_model_facts
+from deployments.base_model import BaseModelFacts, ModelError, directory_fault, read_model_facts
 from scheduling.registry import POLICIES
 
 _HAS_OWN_KEY = {
@@ -41,7 +41,7 @@ _SET_BY_HALO = {
     "scheduling_policy": "HALO brings its own scheduler",
     "enable_log_requests": "prompts are never logged",
 }
-_PICKLE_FORMATS = {"pt", "npcache"}
+_PICKLE_FORMATS = ("pt", "npcache")
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class ArgsView:
 
     def path(self, written: str) -> Path:
         """As :meth:`AppArgs.path`."""
-        return (self.root / Path(written).expanduser()).absolute()
+        return resolve(self.root, written)
 
 
 def check_values(view: ArgsView) -> None:
@@ -194,15 +194,14 @@ def _check_model(view: ArgsView) -> BaseModelFacts | None:
     if not isinstance(model, str):
         return None
     directory = view.path(model)
-    if not directory.is_dir() and view.get("allow_hub") is True:
+    missing = directory_fault(directory) is not None
+    if missing and view.get("allow_hub") is True:
         view.warnings.append(f"model {model} is not a directory here; it will be looked up on the hub")
         return BaseModelFacts(name=model)
     try:
         facts = read_model_facts(directory)
     except ModelError as error:
-        hint = (
-            None if directory.is_dir() else f"It was looked for at {directory}; `make serve` prepares the default model"
-        )
+        hint = f"It was looked for at {directory}; `make serve` prepares the default model" if missing else None
         view.report(("model",), str(error), model, hint)
         return None
     _check_model_limits(view, facts)

@@ -6,6 +6,7 @@ Only the form is checked here, value by value. What depends on other values or o
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from app.durations import between, format_duration, parse_duration
 from deployments.adapters import AdapterReport
+from deployments.base_model import directory_fault
 from deployments.settings import (
     AdmissionSettings,
     AuthSettings,
@@ -61,6 +63,12 @@ Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_servi
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
 Release = Annotated[ReleasePolicy, BeforeValidator(_release), PlainSerializer(str)]
 OverloadPolicy = Annotated[Overload, BeforeValidator(lambda value: _choice(Overload, value)), PlainSerializer(str)]
+
+
+def resolve(root: Path, written: str) -> Path:
+    """A path of the file, absolute; a relative one starts at ``root``, ``~`` is the home directory."""
+    # os.path, because Path.expanduser raises for a user that there is not.
+    return (root / os.path.expanduser(written)).absolute()  # noqa: PTH111
 
 
 class Section(BaseModel):
@@ -175,13 +183,13 @@ class AppArgs(Section):
 
     def path(self, written: str) -> Path:
         """A path of the file; relative ones start at the directory of cluster.yaml."""
-        return (self._root / Path(written).expanduser()).absolute()
+        return resolve(self._root, written)
 
     @property
     def model_location(self) -> str:
         """The model's directory, or its hub name where that is allowed and there is no such directory."""
         directory = self.path(self.model)
-        return self.model if self.allow_hub and not directory.is_dir() else str(directory)
+        return self.model if self.allow_hub and directory_fault(directory) is not None else str(directory)
 
     @property
     def adapters(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from deployments.adapter_config import CONFIG_FILE, Findings, Ranks, check_features, read_config, strings
 from deployments.adapter_tensors import AdapterTensors, TensorFileError, Weight, first_non_finite, read_tensors
-from deployments.base_model import BaseModelFacts, read_model_facts
+from deployments.base_model import BaseModelFacts, directory_fault, read_model_facts
 from deployments.settings import EngineSettings
 
 TENSOR_FILE = "adapter_model.safetensors"
@@ -66,8 +66,9 @@ def check_adapter(path: Path, base: BaseModelFacts, max_rank: int) -> AdapterRep
 
     The shapes are compared only when ``base.shapes`` is known.
     """
-    if not path.is_dir():
-        raise AdapterError(path, ["there is no such directory"])
+    fault = directory_fault(path)
+    if fault is not None:
+        raise AdapterError(path, [fault])
     found = Findings()
     config, tensors = read_config(path, found), _read_tensors(path, found)
     if config is not None:
@@ -134,7 +135,7 @@ def prepare_adapters(settings: EngineSettings, cache: Path) -> dict[str, Path]:
     Raises :class:`ModelError` and, for all adapters together, an ExceptionGroup of :class:`AdapterError`.
     """
     model = Path(settings.model)
-    base = read_model_facts(model) if model.is_dir() else BaseModelFacts(name=settings.model)
+    base = read_model_facts(model) if directory_fault(model) is None else BaseModelFacts(name=settings.model)
     directories: dict[str, Path] = {}
     errors: list[AdapterError] = []
     for service in settings.services:

@@ -64,6 +64,7 @@ class Halo:
         self._rotation = AdapterRotation()
         self._prompts = PromptOrder()
         self._dry_steps = 0
+        self._smooth_token_us = 0.0
 
     def plan(self, view: View) -> StepPlan:
         """Return the plan of one step; see :class:`scheduling.policy.Policy`."""
@@ -103,12 +104,13 @@ class Halo:
         capacity: _TimeCapacity | None = None
         dry = False
         most = max(DRY_CHUNK, 2 * self.model.largest_chunk)
+        token_us = self._token_us(step, min(most, view.limits.step_tokens))
         waiting = view.waiting if room.accepts_waiting else ()
-        for state in self._prompts.walk(prefills, waiting, view.now_us, self._alone_us, room.slots.refused):
+        for state in self._prompts.walk(prefills, waiting, view.now_us, token_us, room.slots.refused):
             if room.full:
                 break
             left = state.prompt_tokens - state.computed_tokens
-            tokens = step.largest_chunk(state, min(left, most - step.tokens, room.tokens))
+            tokens = step.largest_chunk(state.computed_tokens, min(left, most - step.tokens, room.tokens))
             if tokens < min(left, LEAST_CHUNK):
                 if not step.idle and (self._dry_steps < DRY_STEPS or step.tokens):
                     dry = not step.tokens
@@ -128,10 +130,11 @@ class Halo:
         self._prompts.settle()
         self._dry_steps = self._dry_steps + 1 if dry else 0
 
-    def _alone_us(self, state: RequestState) -> float:
-        """Time the rest of a prompt takes in a step of its own."""
-        left, computed = state.prompt_tokens - state.computed_tokens, state.computed_tokens
-        return self.model.mixed_bound_us(0, 0, left, pairs_of(left, computed), computed)
+    def _token_us(self, step: _Step, most: int) -> float:
+        """Time per prompt token at present, smoothed over steps: the step limit over the largest chunk it allows."""
+        now = step.limit_us / max(LEAST_CHUNK, step.largest_chunk(0, most))
+        self._smooth_token_us += (now - self._smooth_token_us) / 8 if self._smooth_token_us else now
+        return self._smooth_token_us
 
 
 class _Step:
@@ -141,7 +144,7 @@ class _Step:
         self.room = room
         self.tokens = 0
         self._model = model
-        self._limit_us = limit_us
+        self.limit_us = limit_us
         self._decodes = 0
         self._context = 0
         self._pairs = 0
@@ -170,11 +173,10 @@ class _Step:
             time_us = self._model.mixed_bound_us(decodes, context, self.tokens, self._pairs, self._prefix)
         else:
             time_us = self._model.decode_bound_us(decodes, context)
-        return time_us <= self._limit_us
+        return time_us <= self.limit_us
 
-    def largest_chunk(self, state: RequestState, most: int) -> int:
-        """The most tokens of a prompt, up to ``most``, for which there is time."""
-        prefix = state.computed_tokens
+    def largest_chunk(self, prefix: int, most: int) -> int:
+        """The most tokens of a prompt, up to ``most``, for which there is time behind ``prefix`` computed ones."""
         low, high = 0, most
         while low < high:
             tokens = high if low == 0 and high == most else (low + high + 1) // 2
@@ -185,7 +187,7 @@ class _Step:
                 self._pairs + pairs_of(tokens, prefix),
                 self._prefix + prefix,
             )
-            if time_us <= self._limit_us:
+            if time_us <= self.limit_us:
                 low = tokens
             else:
                 high = tokens - 1

@@ -226,6 +226,18 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ("adapter directory missing", {"services.0.adapter": "adapters/none"}, lambda root: None, [
         "services[0].adapter = adapters/none: there is no such directory"
     ]),
+    ("path too long", {"services.0.adapter": "a" * 300}, lambda root: None, [
+        f"services[0].adapter = {'a' * 77}...: cannot be opened: File name too long"
+    ]),
+    ("null character", {"services.0.adapter": "a\0b"}, lambda root: None, [
+        'services[0].adapter = "a\\0b": is not a path: it holds a null character'
+    ]),
+    ("home of nobody", {"services.0.adapter": "~no-such-user/a"}, lambda root: None, [
+        "services[0].adapter = ~no-such-user/a: there is no such directory"
+    ]),
+    ("file for a directory", {"services.0.adapter": "model/config.json"}, lambda root: None, [
+        "services[0].adapter = model/config.json: is not a directory"
+    ]),
     ("adapter of another model", {}, lambda root: write_model(root / "model", hidden_size=128), [
         f"services[{index}].adapter = adapters/{name}: it was trained for another base model than model (hidden size "
         "128, 4 heads, 2 of them for keys and values): q_proj maps 64 to 64 features, there 128 to 128, "
@@ -258,6 +270,9 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ]),
     ("model without configuration", {}, lambda root: (root / "model/config.json").unlink(), [
         "model = model: config.json is missing"
+    ]),
+    ("null character in keys", {"auth": {"keys_file": "a\0b"}}, lambda root: None, [
+        'auth.keys_file = "a\\0b": is not a path: it holds a null character'
     ]),
     ("keys", {"auth": {"keys_file": "keys.jsonl"}}, lambda root: None, [
         "auth.keys_file = keys.jsonl: there is no such file; `halo keys add` makes it"
