@@ -124,7 +124,7 @@ def test_table_and_json_agree() -> None:
     reports = report([observation, refused], targets, seconds=2)
     output = io.StringIO()
     print_reports(Console(file=output, width=200), {"fcfs": reports, "halo": reports}, targets, 10 * MS)
-    text = output.getvalue()
+    text = " ".join(output.getvalue().split())
     assert text.count("fcfs") == text.count("halo") == 3
     assert "250/150" in text
     assert "10 ms for client and network" in text
