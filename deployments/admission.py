@@ -213,7 +213,7 @@ class Admission:
         self._expire(now_us)
         self._dispatch()
         eligible = sum(map(self._eligible, self._replicas.values()))
-        return ClusterState(eligible, len(self._queue), tuple(self._silent))
+        return ClusterState(eligible, len(self._queue), len(self._gateways), tuple(self._silent))
 
     async def slo(self) -> dict[str, Any]:
         """The SLO table of all services, by name."""

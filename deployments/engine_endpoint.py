@@ -40,7 +40,7 @@ class EngineEndpoint:
     async def start(self) -> None:
         """Start the engine and register with admission."""
         await self._engine.start()
-        status = await self._status()
+        status = await self.status()
         self._address = ReplicaAddress(status.replica_id, status.incarnation)
         self._heartbeats = asyncio.get_running_loop().create_task(
             self._beat_for_ever(), name="heartbeats", context=Context()
@@ -102,12 +102,13 @@ class EngineEndpoint:
                 with contextlib.suppress(RuntimeError):
                     await stream.aclose()
 
+    async def status(self) -> ReplicaStatus:
+        """See ``EnginePort.status``."""
+        return await self._engine.status()
+
     def _check(self, replica_id: str, incarnation: str) -> None:
         if self._address != ReplicaAddress(replica_id, incarnation):
             raise WrongReplicaError(f"replica {replica_id} is not here; this is {self._replica_id}")
-
-    async def _status(self) -> ReplicaStatus:
-        return await self._engine.status()
 
     async def _beat_for_ever(self) -> None:
         while True:
@@ -121,7 +122,7 @@ class EngineEndpoint:
 
     async def _beat(self) -> None:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            status = await self._status()
+            status = await self.status()
             self._address = ReplicaAddress(status.replica_id, status.incarnation)
             aborts = await self._admission.heartbeat(status)
         if aborts:

@@ -249,6 +249,7 @@ class ClusterState:
 
     replicas: int
     queued: int
+    gateways: int = 1
     silent: tuple[ReplicaAddress, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 Step length, hold and failures are set by ``EngineSettings.engine_args``: ``step_us``, ``hold_us``, ``prepare_us``. A
 request can ask for a failure with the body key ``fake``: ``{"fail_before": STATUS}`` answers with an error instead of
-the first token, ``{"fail_after": N}`` ends the stream with an error event after N tokens, ``{"exit_after": N}`` ends
+the first token, ``{"fail_after": N}`` ends the stream with an error event after N tokens, ``{"kill_after": N}`` kills
 the process, ``{"stall_after": N}`` generates nothing more.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -167,8 +168,8 @@ class FakeEngine:
         request_id, fake = job.submission.request_id, job.fake
         if job.made == fake.get("stall_after", -1):
             return []
-        if job.made == fake.get("exit_after", -1):
-            os._exit(1)
+        if job.made == fake.get("kill_after", -1):
+            os.kill(os.getpid(), signal.SIGKILL)
         failing = (job.made == 0 and "fail_before" in fake) or job.made == fake.get("fail_after", -1)
         if failing:
             del self.running[request_id]

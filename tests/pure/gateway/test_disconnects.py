@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from deployments.protocol import ReplicaUnavailableError
 from deployments.settings import AdmissionSettings
 from tests.fakes.house import ENGINE, GATEWAY, House, RawCall, chat, run_house
 from tests.fakes.surroundings import until
@@ -220,3 +221,22 @@ async def test_admission_restart_learns_what_is_held() -> None:
         assert load["replicas"]["r0"]["used"] == 2
         await asyncio.wait([call.task for call in calls])
         await quiet(house)
+
+
+async def test_queued_requests_outlive_admission() -> None:
+    """While admission is being restarted a queued request asks again and is served in the end."""
+    async with run_house() as house:
+        real, failures = house.admission.acquire, 0
+
+        async def lost(*_: object) -> object:
+            nonlocal failures
+            failures += 1
+            raise ReplicaUnavailableError("admission died")
+
+        house.admission.acquire = lost  # type: ignore[method-assign, assignment]
+        call = house.call(chat())
+        await asyncio.sleep(3)
+        house.admission.acquire = real  # type: ignore[method-assign]
+        await asyncio.wait([call.task])
+        assert call.status == 200
+        assert 5 < failures < 20
