@@ -12,6 +12,7 @@ from deployments.protocol import (
     AdmissionPort,
     Delivery,
     EnginePort,
+    NoStreamError,
     Prepared,
     Refusal,
     ReplicaAddress,
@@ -72,7 +73,12 @@ class EngineEndpoint:
     async def submit(self, submission: Submission, *, replica_id: str, incarnation: str) -> None:
         """See ``EnginePort.submit``. Raises WrongReplicaError."""
         self._check(replica_id, incarnation)
-        await self._engine.submit(submission)
+        try:
+            await self._engine.submit(submission)
+        except LookupError as error:
+            if type(error) is not LookupError:
+                raise
+            raise NoStreamError(str(error)) from error
 
     async def abort(self, request_ids: list[str], *, replica_id: str, incarnation: str) -> None:
         """See ``EnginePort.abort``. Raises WrongReplicaError."""

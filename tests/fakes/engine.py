@@ -22,6 +22,7 @@ from deployments.openai_errors import envelope
 from deployments.protocol import (
     Delivery,
     Endpoint,
+    NoStreamError,
     Prepared,
     Refusal,
     ReplicaStatus,
@@ -55,6 +56,7 @@ class FakeEngine:
         self.hold_us = int(options.get("hold_us", 0))
         self.prepare_us = int(options.get("prepare_us", 0))
         self.healthy = True
+        self.broken = False
         self.steps = 0
         self.submitted: list[str] = []
         self.aborted: list[str] = []
@@ -88,6 +90,8 @@ class FakeEngine:
         if self.prepare_us:
             await asyncio.sleep(self.prepare_us / 1e6)
         body = submission.body
+        if self.broken:
+            raise RuntimeError("the fake engine was made to fail: secret detail")
         prompt = _prompt(submission)
         if prompt is None:
             return Refusal(400, envelope(400, "messages or prompt is missing", param="messages"))
@@ -104,7 +108,7 @@ class FakeEngine:
         assert isinstance(prepared, Prepared)
         queue = self._gateways.get(submission.gateway_id)
         if queue is None:
-            raise RuntimeError(f"gateway {submission.gateway_id} has no stream open")
+            raise NoStreamError(f"gateway {submission.gateway_id} has no stream open")
         self.submitted.append(submission.request_id)
         self.waiting.append(_Job(submission, prepared, queue))
 

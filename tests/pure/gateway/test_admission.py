@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.admission import RECONCILE_AFTER_US, Admission, DrainRate
+from deployments.admission import RECONCILE_AFTER_US, Admission
+from deployments.drain_rate import DrainRate
 from deployments.protocol import (
     End,
     GatewayReport,

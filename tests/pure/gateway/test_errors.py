@@ -189,3 +189,11 @@ async def test_key_rates() -> None:
         assert (await post("free")).status_code == 200
         await asyncio.sleep(2)
         assert (await post("slow")).status_code == 200
+
+
+async def test_a_fault_of_ours_is_500_without_details() -> None:
+    """An exception in the engine is a 500 envelope; neither its text nor a traceback reaches the client."""
+    async with run_house() as house:
+        house.pool.replicas["r0"].engine.broken = True
+        answer = await house.http.post("/v1/chat/completions", json=chat())
+        assert "secret" not in json.dumps(error_of(answer, 500))
