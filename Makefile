@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Every target that needs the packages installs them first (scripts/setup.py).
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-pure check format demo adapters bench lock clean
+.PHONY: help setup serve test test-pure check format demo adapters bench dashboards lock clean
 
 PY := .venv/bin/python
 CONFIG ?= cluster.yaml
@@ -35,10 +35,13 @@ demo: setup ## four services under load: attainment per service with fcfs and wi
 
 adapters: setup ## train the four example adapters again from examples/
 	@$(PY) -m app.default_model
-	@$(PY) scripts/train_adapters.py
+	@$(PY) -m scripts.train_adapters --service all
 
 bench-%: setup ## run one benchmark, as in `make bench-driver ARGS="--help"`
 	@$(PY) -m benchmarks.$(subst -,_,$*) $(ARGS)
+
+dashboards: setup ## build dashboards/*.json anew
+	@$(PY) -m dashboards.build
 
 lock: setup ## resolve requirements/*.lock anew (needs uv)
 	@$(PY) scripts/lock.py

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.args_schema import SCHEDULERS, AppArgs
+from app.args_schema import AppArgs, SchedulerArgs, resolve
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
 from deployments.auth import KeysError, load_keys
-from deployments.base_model import BaseModelFacts, ModelError, read_model_facts
+from deployments.base_model import BaseModelFacts, ModelError, directory_fault, read_model_facts
+from scheduling.registry import POLICIES
 
 _HAS_OWN_KEY = {
     "model": "model",
@@ -34,11 +35,13 @@ _HAS_OWN_KEY = {
 }
 _SET_BY_HALO = {
     "enable_lora": "HALO switches LoRA on itself",
+    "max_cpu_loras": "HALO keeps all adapters in memory",
+    "additional_config": "HALO passes its own",
     "scheduler_cls": "HALO brings its own scheduler",
     "scheduling_policy": "HALO brings its own scheduler",
     "enable_log_requests": "prompts are never logged",
 }
-_PICKLE_FORMATS = {"pt", "npcache"}
+_PICKLE_FORMATS = ("pt", "npcache")
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ class ArgsView:
 
     def path(self, written: str) -> Path:
         """As :meth:`AppArgs.path`."""
-        return (self.root / Path(written).expanduser()).absolute()
+        return resolve(self.root, written)
 
 
 def check_values(view: ArgsView) -> None:
@@ -131,15 +134,24 @@ def _check_batch(view: ArgsView) -> None:
 
 def _check_scheduler(view: ArgsView) -> None:
     policy, options = view.get("scheduler", "policy"), view.get("scheduler", "options")
-    if policy is None:
-        policy = "halo-paper"
-    if policy not in SCHEDULERS:
-        message = f"is not a scheduling policy; there are {', '.join(SCHEDULERS)}"
+    if view.bad.intersection({("scheduler",), ("scheduler", "policy"), ("scheduler", "options")}):
+        return
+    policy, options = policy or SchedulerArgs().policy, options or {}
+    if policy not in POLICIES:
+        message = f"is not a scheduling policy; there are {', '.join(POLICIES)}"
         view.report(("scheduler", "policy"), message, policy)
-    elif isinstance(options, Mapping):
-        for option, value in options.items():
-            if option not in SCHEDULERS[policy]:
-                view.problems.append(unknown_key(("scheduler", "options", option), value, SCHEDULERS[policy], {}))
+        return
+    known = POLICIES[policy].options
+    for option, value in options.items():
+        path = ("scheduler", "options", option)
+        if option not in known:
+            view.problems.append(unknown_key(path, value, known, {}))
+        elif fault := known[option].fault(value):
+            view.report(path, fault, value)
+    for option, entry in known.items():
+        if entry.required and option not in options:
+            message = f"is missing; {policy} needs it: {entry.meaning}"
+            view.report(("scheduler", "options", option), message, ABSENT)
 
 
 def _check_engine_args(view: ArgsView) -> None:
@@ -182,15 +194,14 @@ def _check_model(view: ArgsView) -> BaseModelFacts | None:
     if not isinstance(model, str):
         return None
     directory = view.path(model)
-    if not directory.is_dir() and view.get("allow_hub") is True:
+    missing = directory_fault(directory) is not None
+    if missing and view.get("allow_hub") is True:
         view.warnings.append(f"model {model} is not a directory here; it will be looked up on the hub")
         return BaseModelFacts(name=model)
     try:
         facts = read_model_facts(directory)
     except ModelError as error:
-        hint = (
-            None if directory.is_dir() else f"It was looked for at {directory}; `make serve` prepares the default model"
-        )
+        hint = f"It was looked for at {directory}; `make serve` prepares the default model" if missing else None
         view.report(("model",), str(error), model, hint)
         return None
     _check_model_limits(view, facts)

@@ -6,6 +6,7 @@ Only the form is checked here, value by value. What depends on other values or o
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from app.durations import between, format_duration, parse_duration
 from deployments.adapters import AdapterReport
+from deployments.base_model import directory_fault
 from deployments.settings import (
     AdmissionSettings,
     AuthSettings,
@@ -21,14 +23,14 @@ from deployments.settings import (
     Overload,
     ServiceSettings,
 )
+from scheduling.registry import POLICIES
 from scheduling.request import ReleasePolicy
 
 # The ranks vLLM builds its LoRA kernels for (vllm.config.lora.MaxLoRARanks).
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
-Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
+_STRICTEST_TBT = "tbt_min_us"
 
-SCHEDULERS: dict[str, frozenset[str]] = {"halo-paper": frozenset({"batch"}), "fcfs": frozenset()}
-"""The scheduling policies and the options that each takes."""
+Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
 
 
 def _service_name(name: str) -> str:
@@ -61,6 +63,12 @@ Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_servi
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
 Release = Annotated[ReleasePolicy, BeforeValidator(_release), PlainSerializer(str)]
 OverloadPolicy = Annotated[Overload, BeforeValidator(lambda value: _choice(Overload, value)), PlainSerializer(str)]
+
+
+def resolve(root: Path, written: str) -> Path:
+    """A path of the file, absolute; a relative one starts at ``root``, ``~`` is the home directory."""
+    # os.path, because Path.expanduser raises for a user that there is not.
+    return (root / os.path.expanduser(written)).absolute()  # noqa: PTH111
 
 
 class Section(BaseModel):
@@ -99,10 +107,10 @@ class ServiceArgs(PromiseArgs):
 
 
 class SchedulerArgs(Section):
-    """Which policy decides every engine step, and its options."""
+    """Which policy of ``scheduling.registry`` decides every engine step, and its options."""
 
     policy: str = "halo-paper"
-    options: dict[str, Annotated[int, Field(ge=1)]] = {}
+    options: dict[str, Any] = {}
 
 
 class AdmissionArgs(Section):
@@ -175,13 +183,13 @@ class AppArgs(Section):
 
     def path(self, written: str) -> Path:
         """A path of the file; relative ones start at the directory of cluster.yaml."""
-        return (self._root / Path(written).expanduser()).absolute()
+        return resolve(self._root, written)
 
     @property
     def model_location(self) -> str:
         """The model's directory, or its hub name where that is allowed and there is no such directory."""
         directory = self.path(self.model)
-        return self.model if self.allow_hub and not directory.is_dir() else str(directory)
+        return self.model if self.allow_hub and directory_fault(directory) is not None else str(directory)
 
     @property
     def adapters(self) -> int:
@@ -199,6 +207,14 @@ class AppArgs(Section):
         """The base model's promise in force."""
         return self.base.settings(self.slo_scale, None)
 
+    def policy_options(self) -> dict[str, Any]:
+        """The policy's options; a policy that wants to know the strictest TBT is told the promised one."""
+        options = dict(self.scheduler.options)
+        if _STRICTEST_TBT in POLICIES[self.scheduler.policy].options:
+            promises = (*self.service_settings(), self.base_settings())
+            options.setdefault(_STRICTEST_TBT, min(promise.tbt_us for promise in promises))
+        return options
+
     def engine_settings(self) -> EngineSettings:
         """What one engine replica is built with."""
         return EngineSettings(
@@ -207,7 +223,7 @@ class AppArgs(Section):
             services=self.service_settings(),
             base_promise=self.base_settings(),
             policy=self.scheduler.policy,
-            policy_options=dict(self.scheduler.options),
+            policy_options=self.policy_options(),
             tensor_parallel_size=self.tensor_parallel_size,
             dtype=self.dtype,
             max_model_len=self.max_model_len,

@@ -1,4 +1,4 @@
-"""The ``halo`` command: check a configuration, manage API keys."""
+"""The ``halo`` command: check a configuration, serve it, manage API keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from app import launch
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from app.durations import format_duration
 from deployments.auth import ALL_SERVICES, KeysError, add_key, list_keys, remove_key
@@ -20,6 +22,7 @@ app.add_typer(keys_app, name="keys")
 
 KeysFile = Annotated[Path, typer.Option("--file", help="The key file; made if need be.")]
 DEFAULT_KEYS_FILE = Path("keys.jsonl")
+_TABLE_COLUMNS = 120
 
 
 @app.callback()
@@ -38,6 +41,15 @@ def check(
         _print_errors(errors)
         raise typer.Exit(1) from None
     _print_understood(cluster)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="The Serve config file.")] = Path("cluster.yaml"),
+) -> None:
+    """Check a cluster.yaml and serve it on this machine until Ctrl-C, on a Ray cluster of its own."""
+    check(config)
+    raise typer.Exit(launch.main(config))
 
 
 @keys_app.command("add")
@@ -96,6 +108,8 @@ def _print_errors(errors: ConfigErrors) -> None:
 
 def _print_understood(cluster: ClusterConfig) -> None:
     args, console = cluster.args, Console(highlight=False)
+    # A name cut short is no use, also in a pipe, where rich assumes 80 columns.
+    console.width = max(console.width, _TABLE_COLUMNS)
     host, port = cluster.address
     engine = args.engine_settings()
     console.print(f"[green]OK[/green] {escape(str(cluster.path))}")
@@ -117,7 +131,7 @@ def _print_understood(cluster: ClusterConfig) -> None:
 
 def _promises(cluster: ClusterConfig) -> Table:
     args = cluster.args
-    table = Table("service", "adapter", "rank", "ttft", "tbt", "release", "overload")
+    table = Table("service", "adapter", "rank", "ttft", "tbt", "release", "overload", box=box.SIMPLE)
     for service in (*args.service_settings(), args.base_settings()):
         report = args.adapter_reports.get(service.name)
         release = str(service.release)

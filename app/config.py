@@ -29,16 +29,17 @@ from app.yaml_source import YamlSource, placeholders, read_yaml
 
 IMPORT_PATH = "app.main:build_app"
 DEPLOYMENTS = ("gateway", "admission", "engine")
+_COUNTED_IN_ARGS = {"gateway": "args.gateways", "engine": "args.replicas"}
 
 __all__ = ["DEPLOYMENTS", "IMPORT_PATH", "AppArgs", "ClusterConfig", "ConfigErrors", "load_cluster", "parse_args"]
 
 
-def parse_args(args: Mapping[str, Any], root: Path, *, files: bool = True) -> AppArgs:
-    """Check the ``args`` of the application. Relative paths in it start at ``root``.
+def parse_args(args: Mapping[str, Any], root: Path | None = None, *, files: bool = True) -> AppArgs:
+    """Check the ``args`` of the application. Relative paths in it start at ``root``, by default where we run.
 
     With ``files`` off neither model, adapters nor keys are looked at. Raises :class:`ConfigErrors`.
     """
-    parsed, problems = _parse(args, root, sections_by_key(AppArgs, "args"), files=files)
+    parsed, problems = _parse(args, (root or Path.cwd()).absolute(), sections_by_key(AppArgs, "args"), files=files)
     problems += [*placeholders(args)]
     if problems or parsed is None:
         raise ConfigErrors(_one_per_fault(problems), "args")
@@ -156,7 +157,7 @@ def _our_application(data: Mapping[str, Any]) -> tuple[int | None, list[Problem]
     if not isinstance(listed, list):
         return None, []  # Ray's schema has reported it.
     paths = [item.get("import_path") if isinstance(item, Mapping) else None for item in listed]
-    ours = [index for index, path in enumerate(paths) if path in {IMPORT_PATH, IMPORT_PATH.replace(":", ".")}]
+    ours = [index for index, path in enumerate(paths) if path in (IMPORT_PATH, IMPORT_PATH.replace(":", "."))]
     if len(ours) == 1:
         return ours[0], []
     if not ours:
@@ -186,20 +187,19 @@ def _check_application(
 
 def _check_deployments(deployments: Any, path: KeyPath) -> Iterator[Problem]:
     """Overrides name deployments that exist, and leave to ``args`` what is set there."""
-    counts = {"gateway": "args.gateways", "engine": "args.replicas"}
     for index, deployment in enumerate(deployments if isinstance(deployments, list) else []):
-        if not isinstance(deployment, Mapping):
+        name = deployment.get("name") if isinstance(deployment, Mapping) else None
+        if not isinstance(name, str):
             continue
-        name = deployment.get("name")
-        if isinstance(name, str) and name not in DEPLOYMENTS:
+        if name not in DEPLOYMENTS:
             unknown = unknown_key((name,), None, DEPLOYMENTS, {})
             hint = (unknown.hint or "").replace("The keys here", "The deployments")
             yield Problem((*path, index, "name"), "is not a deployment of this application", name, hint)
         for key in ("num_replicas", "autoscaling_config"):
             if name == "admission" and deployment.get(key) not in (None, 1):
                 yield Problem((*path, index, key), "cannot be set: admission is one actor, it orders all requests")
-        if name in counts and isinstance(deployment.get("num_replicas"), int):
-            message = f"is set in another place: write {counts[str(name)]}"
+        if name in _COUNTED_IN_ARGS and isinstance(deployment.get("num_replicas"), int):
+            message = f"is set in another place: write {_COUNTED_IN_ARGS[name]}"
             yield Problem((*path, index, "num_replicas"), message, deployment["num_replicas"])
 
 
@@ -217,7 +217,7 @@ def _check_listening(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(("http_options", "host"), message, options["host"], hint)
     for key in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         file = options.get(key)
-        if isinstance(file, str) and not Path(file).is_file():
+        if isinstance(file, str) and not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for some texts
             yield Problem(("http_options", key), "is not a file", file)
 
 

@@ -28,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 SOCKET_PATH_MAX_BYTES = 107
 # What Ray appends to its temporary directory for its longest socket, with a 7-digit process id.
-RAY_SOCKET_SUFFIX = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+RAY_SOCKET_SUFFIX = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 9000
 STOP_GRACE_S = 60.0

@@ -37,7 +37,8 @@ def start_ray(run_directory: Path) -> None:
         namespace="serve",
         object_store_memory=OBJECT_STORE_BYTES,
         dashboard_host="127.0.0.1",
-        _temp_dir=str(run_directory),
+        # A directory below, because Ray opens its own to everybody.
+        _temp_dir=str(run_directory / "ray"),
         _plasma_directory=None if roomy else str(run_directory),
     )
     print(f"halo serve: Ray dashboard http://{context.dashboard_url}, logs in {run_directory}", flush=True)

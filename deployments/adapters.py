@@ -21,7 +21,8 @@ from typing import Any
 
 from deployments.adapter_config import CONFIG_FILE, Findings, Ranks, check_features, read_config, strings
 from deployments.adapter_tensors import AdapterTensors, TensorFileError, Weight, first_non_finite, read_tensors
-from deployments.base_model import BaseModelFacts
+from deployments.base_model import BaseModelFacts, directory_fault, read_model_facts
+from deployments.settings import EngineSettings
 
 TENSOR_FILE = "adapter_model.safetensors"
 
@@ -65,8 +66,9 @@ def check_adapter(path: Path, base: BaseModelFacts, max_rank: int) -> AdapterRep
 
     The shapes are compared only when ``base.shapes`` is known.
     """
-    if not path.is_dir():
-        raise AdapterError(path, ["there is no such directory"])
+    fault = directory_fault(path)
+    if fault is not None:
+        raise AdapterError(path, [fault])
     found = Findings()
     config, tensors = read_config(path, found), _read_tensors(path, found)
     if config is not None:
@@ -125,6 +127,28 @@ def loadable_directory(report: AdapterReport, cache: Path) -> Path:
         if not target.is_dir():  # Another process may have been first.
             raise
     return target
+
+
+def prepare_adapters(settings: EngineSettings, cache: Path) -> dict[str, Path]:
+    """Check every adapter of an engine where it runs; by service, the directory that vLLM is to load.
+
+    Raises :class:`ModelError` and, for all adapters together, an ExceptionGroup of :class:`AdapterError`.
+    """
+    model = Path(settings.model)
+    base = read_model_facts(model) if directory_fault(model) is None else BaseModelFacts(name=settings.model)
+    directories: dict[str, Path] = {}
+    errors: list[AdapterError] = []
+    for service in settings.services:
+        if service.adapter is None:
+            continue
+        try:
+            report = check_adapter(service.adapter, base, settings.max_lora_rank)
+            directories[service.name] = loadable_directory(report, cache)
+        except AdapterError as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} adapters cannot be served", errors)
+    return directories
 
 
 def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:

@@ -67,6 +67,11 @@ class KeyTable:
 
     holders: Mapping[str, KeyHolder]
 
+    @classmethod
+    def load(cls, path: Path) -> KeyTable:
+        """The table of a key file, see :func:`load_keys`."""
+        return load_keys(path)
+
     def authenticate(self, header: str | None) -> KeyHolder | None:
         """The holder of the key in an ``Authorization`` header, None for anything else than a key in the table."""
         if header is None or len(header) > MAX_HEADER_CHARACTERS:
@@ -166,12 +171,16 @@ def _text(path: Path) -> str:
         if status.st_size > MAX_FILE_BYTES:
             raise KeysError(path, [f"is larger than {MAX_FILE_BYTES} bytes"])
         return path.read_text(encoding="utf-8")
+    except KeysError:
+        raise
     except FileNotFoundError:
         raise KeysError(path, ["there is no such file; `halo keys add` makes it"]) from None
     except UnicodeDecodeError:
         raise KeysError(path, ["is not UTF-8 text"]) from None
     except OSError as error:
         raise KeysError(path, [f"cannot be read: {error.strerror}"]) from None
+    except ValueError:
+        raise KeysError(path, ["is not a path: it holds a null character"]) from None
 
 
 def _faults(entry: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,14 +60,30 @@ class BaseModelFacts:
 
 def read_model_facts(directory: Path) -> BaseModelFacts:
     """Read config.json of a local model and see that its weights are safetensors. Raises :class:`ModelError`."""
-    if not directory.is_dir():
-        raise ModelError("there is no such directory")
+    fault = directory_fault(directory)
+    if fault is not None:
+        raise ModelError(fault)
     path = directory / "config.json"
     config = read_json_object(path, ModelError)
     if not any(directory.glob("*.safetensors")):
         raise ModelError("the directory has no *.safetensors file; other weight formats are not read")
     text = config.get("text_config")
     return _facts(directory.name, config, text if isinstance(text, Mapping) else config)
+
+
+def directory_fault(path: Path) -> str | None:
+    """Why ``path`` cannot be read as a directory, None when it can. Raises nothing, whatever the path is made of."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "there is no such directory"
+    except OSError as error:
+        return f"cannot be opened: {error.strerror}"
+    except ValueError:
+        return "is not a path: it holds a null character"
+    if not stat.S_ISDIR(mode):
+        return "is not a directory"
+    return None if os.access(path, os.R_OK | os.X_OK) else "cannot be opened: permission denied"
 
 
 def read_json_object(path: Path, error_type: type[ValueError]) -> dict[str, Any]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deployments.adapters import prepare_adapters
 from deployments.engine_args import build_engine_args, set_engine_environment
 from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
@@ -58,11 +62,13 @@ class EngineReplica:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._gateway_of: dict[str, str] = {}
         self._progress = (0, time.monotonic())
+        self._scratch: Path | None = None
 
     async def start(self) -> None:
         """Load the model and every adapter, and prove that our scheduler and LoRA path are in the engine.
 
-        Raises what vLLM raises when the model cannot be loaded, and :class:`EngineNotActiveError`.
+        Raises what vLLM raises when the model cannot be loaded, an ExceptionGroup of ``AdapterError`` for adapters that
+        cannot be served, and :class:`EngineNotActiveError`.
         """
         set_engine_environment(self._settings)
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -71,13 +77,27 @@ class EngineReplica:
         from deployments.openai_surface import OpenAISurface  # noqa: PLC0415
 
         engine_args = build_engine_args(self._settings)
+        # Checked here as well: the file may have been checked on another machine.
+        self._scratch = Path(tempfile.mkdtemp(prefix="halo-adapters-"))
+        adapters = await asyncio.to_thread(prepare_adapters, self._settings, self._scratch)
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[self._load.factory])
-        adapters = {
-            service.name: str(service.adapter) for service in self._settings.services if service.adapter is not None
-        }
         self._surface = await OpenAISurface.build(self._llm, engine_args, adapters, self._settings.base_name)
+        await self._check_parts()
         await self._warm_up()
+
+    async def _check_parts(self) -> None:
+        """vLLM only logs a plug-in that fails and serves on without it; a replica must not."""
+        for worker, parts in enumerate(await self._llm.collective_rpc("halo_parts", timeout=WARM_UP_TIMEOUT_S)):
+            if not parts:
+                raise EngineNotActiveError(
+                    f"worker {worker} did not load HALO's vLLM plug-in: install the project into this environment "
+                    "(pip install -e .), so that its vllm.general_plugins entry point exists"
+                )
+            failed = [f"{part} {state}" for part, state in parts.items() if state.startswith("failed")]
+            if failed:
+                raise EngineNotActiveError(f"worker {worker}: {'; '.join(failed)}")
+            logger.info("worker %d: %s", worker, "; ".join(f"{part} {state}" for part, state in parts.items()))
 
     async def _warm_up(self) -> None:
         """Run one short request per service through the whole path, and check that HaloScheduler stamped it."""
@@ -206,6 +226,8 @@ class EngineReplica:
             outbox.close()
         if hasattr(self, "_llm"):
             self._llm.shutdown()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def engine_state(self) -> dict[str, Any]:
         """Counters for tests and operators: requests held, engine load."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from deployments.settings import EngineSettings
 
+SCHEDULER_CLASS = "vllm_plugin.scheduler.HaloScheduler"
+
 
 class EngineConfigError(ValueError):
     """The engine cannot be built from these settings; the message names the setting and what to do."""
@@ -53,8 +55,9 @@ def build_engine_args(settings: EngineSettings) -> Any:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "scheduler_cls": "vllm_plugin.scheduler.HaloScheduler",
+        "scheduler_cls": SCHEDULER_CLASS,
         "additional_config": {"halo": {"policy": settings.policy, "options": dict(settings.policy_options)}},
+        "worker_extension_cls": "vllm_plugin.worker_extension.HaloWorkerExtension",
         "enable_log_requests": False,
     }
     if adapters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import State
@@ -52,7 +53,7 @@ class OpenAISurface:
 
     @classmethod
     async def build(
-        cls, llm: AsyncLLM, engine_args: AsyncEngineArgs, adapters: Mapping[str, str], base_name: str
+        cls, llm: AsyncLLM, engine_args: AsyncEngineArgs, adapters: Mapping[str, Path], base_name: str
     ) -> OpenAISurface:
         """Create the serving classes over ``llm`` and load every adapter (service name -> directory)."""
         tasks = await llm.get_supported_tasks()
@@ -61,7 +62,7 @@ class OpenAISurface:
             setattr(args, name, value)
         args.served_model_name = [base_name]
         args.lora_modules = [
-            LoRAModulePath(name=name, path=path, base_model_name=base_name) for name, path in adapters.items()
+            LoRAModulePath(name=name, path=str(path), base_model_name=base_name) for name, path in adapters.items()
         ]
         args.enable_log_requests = False
         state = State()

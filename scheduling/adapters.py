@@ -7,10 +7,10 @@ and an adapter that was refused in :data:`PATIENCE_STEPS` plans since it last ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from scheduling.policy import View
+from scheduling.policy import StepPlan, View
 from scheduling.request import RequestState
 
 PATIENCE_STEPS = 8
@@ -42,16 +42,27 @@ class AdapterSlots:
         self.used.add(adapter)
         return True
 
-    def take_all(self, states: Iterable[RequestState]) -> bool:
+    def take_all(self, states: Sequence[RequestState]) -> bool:
         """Take slots for all of ``states`` at once, or none and return False."""
+        if self.too_few_for(states):
+            return False
+        if self._limit > 0:
+            self.used.update(map(_adapter, states))
+            self.used.discard(0)
+        return True
+
+    def too_few_for(self, states: Iterable[RequestState]) -> bool:
+        """Whether ``states`` need more slots than there are left."""
         if self._limit <= 0:
-            return True
+            return False
         adapters = set(map(_adapter, states))
         adapters.discard(0)
-        if len(self.used | self._kept | adapters) > self._limit:
-            return False
-        self.used |= adapters
-        return True
+        return len(self.used | self._kept | adapters) > self._limit
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether slots are kept for adapters that did not take them."""
+        return not self._kept <= self.used
 
     def open_kept(self) -> None:
         """Give up the slots that were kept for adapters which then could not run."""
@@ -64,7 +75,21 @@ class AdapterRotation:
     def __init__(self) -> None:
         self._refusals: dict[int, int] = {}
 
-    def open(self, view: View) -> AdapterSlots:
+    def plan(self, view: View, fill: Callable[[AdapterSlots], StepPlan]) -> StepPlan:
+        """Return what ``fill`` plans with the slots of this step, and learn from it who was refused and who ran.
+
+        Slots kept for an adapter whose requests then cannot run must not leave the step empty: it is filled again
+        without them.
+        """
+        slots = self._open(view)
+        plan = fill(slots)
+        if slots.has_kept and not plan.decode and not plan.prefill:
+            slots = AdapterSlots(view.limits.adapters)
+            plan = fill(slots)
+        self._close(slots)
+        return plan
+
+    def _open(self, view: View) -> AdapterSlots:
         """Return the slots of the step about to be planned, with slots kept for adapters refused too often."""
         limit = view.limits.adapters
         if limit <= 0 or not self._refusals or max(self._refusals.values()) < PATIENCE_STEPS:
@@ -74,7 +99,7 @@ class AdapterRotation:
         overdue = sorted((-count, adapter) for adapter, count in self._refusals.items() if count >= PATIENCE_STEPS)
         return AdapterSlots(limit, [adapter for _, adapter in overdue[:limit]])
 
-    def close(self, slots: AdapterSlots) -> None:
+    def _close(self, slots: AdapterSlots) -> None:
         """Learn from a finished plan who was refused and who ran."""
         for adapter in slots.refused - slots.used:
             self._refusals[adapter] = self._refusals.get(adapter, 0) + 1

@@ -13,6 +13,30 @@ from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from math import lcm
+from operator import attrgetter
+
+from scheduling.policy import View
+
+_tbt = attrgetter("tbt_us")
+
+
+class StrictestTbt:
+    """The strictest TBT target: as configured, or without that the strictest of any request seen so far."""
+
+    __slots__ = ("_fixed", "us")
+
+    def __init__(self, configured_us: int | None) -> None:
+        self._fixed = configured_us is not None
+        self.us = configured_us or 0
+
+    def see(self, view: View) -> int:
+        """Look at the requests of ``view`` and return the target in microseconds; 0 while none was seen."""
+        if not self._fixed:
+            for states in (view.running, view.waiting):
+                strictest_us = min(map(_tbt, states), default=self.us)
+                if not self.us or strictest_us < self.us:
+                    self.us = strictest_us
+        return self.us
 
 
 class CapacityMeter:

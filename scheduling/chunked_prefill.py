@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduling.adapters import AdapterRotation
+from scheduling.adapters import AdapterRotation, AdapterSlots
 from scheduling.policy import StepPlan, StepRecord, View
 from scheduling.queues import ArrivalQueues
 from scheduling.request import RequestState
@@ -55,9 +55,11 @@ class ChunkedPrefill:
 
     def plan(self, view: View) -> StepPlan:
         """Return the plan of one step; see :class:`scheduling.policy.Policy`."""
+        return self._rotation.plan(view, lambda slots: self._fill(view, slots))
+
+    def _fill(self, view: View, slots: AdapterSlots) -> StepPlan:
         decodes, prefills = split(view.running)
         self._decodes.sync(decodes)
-        slots = self._rotation.open(view)
         room = Room(view, self.step_tokens(view, decodes), slots)
         sitting_out = room.decode(list(self._decodes.walk("")))
         if prefills:
@@ -69,9 +71,7 @@ class ChunkedPrefill:
         if sitting_out and room.tokens > 0:
             slots.open_kept()
             room.decode(sitting_out)
-        plan = room.plan(self.waiting_order(view) if view.waiting and not view.running else ())
-        self._rotation.close(slots)
-        return plan
+        return room.plan(self.waiting_order(view) if view.waiting and not view.running else ())
 
     def _admit(self, view: View, room: Room) -> None:
         running = len(view.running)

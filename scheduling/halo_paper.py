@@ -23,17 +23,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from operator import attrgetter
 
-from scheduling.adapters import AdapterRotation
-from scheduling.capacity import CapacityMeter
+from scheduling.adapters import AdapterRotation, AdapterSlots
+from scheduling.capacity import CapacityMeter, StrictestTbt
 from scheduling.policy import StepPlan, StepRecord, View
 from scheduling.request import RequestState
 from scheduling.room import Room, split
 
 _tbt = attrgetter("tbt_us")
-_Keyed = tuple[int, int, str, RequestState]
+Keyed = tuple[int, int, str, RequestState]
 
 
-def by_deadline(states: list[RequestState]) -> list[_Keyed]:
+def by_deadline(states: list[RequestState]) -> list[Keyed]:
     """Return ``states`` keyed and sorted by (deadline, arrival, id), :attr:`RequestState.edf_key`."""
     keyed = [
         (
@@ -55,19 +55,20 @@ class HaloPaper:
 
     def __init__(self, *, batch: int, tbt_min_us: int | None = None) -> None:
         self.batch = batch
-        self._fixed_tbt_min = tbt_min_us is not None
-        self._tbt_min_us = tbt_min_us or 0
+        self._strictest = StrictestTbt(tbt_min_us)
         self._mixed_us: int | None = None
         self._decode_us: int | None = None
         self._rotation = AdapterRotation()
 
     def plan(self, view: View) -> StepPlan:
         """Return the plan of one step; see :class:`scheduling.policy.Policy`."""
+        self._strictest.see(view)
+        return self._rotation.plan(view, lambda slots: self._fill(view, slots))
+
+    def _fill(self, view: View, slots: AdapterSlots) -> StepPlan:
         decodes, prefills = split(view.running)
-        self._note_strictest(view)
         keyed = by_deadline(decodes)
         ordered = [entry[3] for entry in keyed]
-        slots = self._rotation.open(view)
         room = Room(view, self.batch, slots)
         if prefills or view.waiting:
             urgent = bisect_left(keyed, (view.now_us + 2 * self._step_us(),))
@@ -81,9 +82,7 @@ class HaloPaper:
         if yielding and room.tokens > 0:
             slots.open_kept()
             room.decode(yielding)
-        plan = room.plan(view.waiting)
-        self._rotation.close(slots)
-        return plan
+        return room.plan(view.waiting)
 
     def _prefill(self, view: View, prefills: list[RequestState], room: Room) -> None:
         """Fill the room with prompts, earliest deadline first, admitting within capacity."""
@@ -100,7 +99,7 @@ class HaloPaper:
                 candidate = next(waiting, None)
                 continue
             if capacity is None:
-                capacity = CapacityMeter(self.batch, self._tbt_min_us, map(_tbt, view.running))
+                capacity = CapacityMeter(self.batch, self._strictest.us, map(_tbt, view.running))
             if not capacity.fits(candidate.tbt_us):
                 candidate = None
             elif room.admit(candidate):
@@ -111,17 +110,9 @@ class HaloPaper:
             else:
                 candidate = None
 
-    def _note_strictest(self, view: View) -> None:
-        if self._fixed_tbt_min:
-            return
-        for states in (view.running, view.waiting):
-            strictest_us = min(map(_tbt, states), default=self._tbt_min_us)
-            if not self._tbt_min_us or (strictest_us and strictest_us < self._tbt_min_us):
-                self._tbt_min_us = strictest_us
-
     def _step_us(self) -> int:
         """Estimate of the duration of a step that carries prompt tokens."""
-        return self._mixed_us or self._decode_us or self._tbt_min_us
+        return self._mixed_us or self._decode_us or self._strictest.us
 
     def observe(self, record: StepRecord) -> None:
         """Follow the duration of steps with and without prompt tokens."""

@@ -86,11 +86,11 @@ class StepRecord:
     prefill_chunks: tuple[int, ...] = ()
     context_tokens: int = 0
     chunk_prefix_tokens: int = 0
-    chunk_prefixes: tuple[int, ...] = ()
-    finetune_tokens: int = 0
     service_tokens: Mapping[str, int] = field(default_factory=dict)
     first_tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     graph: bool = False
+    chunk_prefixes: tuple[int, ...] = ()
+    finetune_tokens: int = 0
 
 
 class Policy(Protocol):

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scheduling.fcfs import Fcfs
+from scheduling.halo import Halo
 from scheduling.halo_paper import HaloPaper
 from scheduling.policy import Policy
 from scheduling.qoserve import QoServe
@@ -17,11 +18,12 @@ from scheduling.vtc import VtcRate, VtcTokens
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A whole-number option of a policy, at least ``minimum``."""
+    """A whole-number option of a policy, from ``minimum`` to ``maximum``."""
 
     minimum: int
     meaning: str
     required: bool = False
+    maximum: int = 2**53
 
     def fault(self, value: object) -> str | None:
         """Return what is wrong with ``value``, or None."""
@@ -29,6 +31,8 @@ class Option:
             return f"must be a whole number, got {value!r}"
         if value < self.minimum:
             return f"must be at least {self.minimum}, got {value}"
+        if value > self.maximum:
+            return f"must be at most {self.maximum}, got {value}"
         return None
 
 
@@ -42,6 +46,9 @@ class PolicyEntry:
 
 
 _BATCH = Option(1, "decodes plus prompt tokens in a step: the batch that meets the strictest TBT", required=True)
+_COLD_BATCH = Option(1, "decodes plus prompt tokens in a step until the step-time model is warm")
+_MARGIN = Option(0, "microseconds kept free before a deadline; without it, 5 % of the strictest TBT")
+_QUANTILE = Option(50, "percentage of steps that shall stay within their predicted time", maximum=99)
 _TBT_MIN = Option(1, "strictest TBT of any service in microseconds; without it, the strictest seen so far")
 
 POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
@@ -56,6 +63,11 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
         ),
         "halo-paper": PolicyEntry(
             HaloPaper, {"batch": _BATCH, "tbt_min_us": _TBT_MIN}, "HALO as the paper writes it, fixed batch"
+        ),
+        "halo": PolicyEntry(
+            Halo,
+            {"batch": _COLD_BATCH, "tbt_min_us": _TBT_MIN, "margin_us": _MARGIN, "quantile_pct": _QUANTILE},
+            "HALO with deadlines kept exactly, from predicted step times",
         ),
     }
 )

@@ -35,7 +35,7 @@ class Recipe:
     rank: int
     targets: tuple[str, ...]
     learning_rate: float = 1.5e-3
-    epochs: int = 6
+    epochs: int = 5
     batch: int = 8
     seed: int = 20260730
 

@@ -62,7 +62,7 @@ def resolve(kind: str, upgrade: bool) -> list[str]:
             pins.write_text("\n".join(kept).replace("===", "=="), encoding="utf-8")
         command = ["uv", "pip", "compile", str(ROOT / "pyproject.toml"), str(wanted), "--output-file", str(pins)]
         command += ["--extra", kind, "--extra", "train", "--extra", "bench", "--extra", "dev"]
-        command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
+        command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31"]
         command += ["--no-header", "--no-annotate", "--quiet"]
         environment = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
         for name in LEFT_OUT if kind == "cuda" else (*LEFT_OUT, *LEFT_OUT_CPU):

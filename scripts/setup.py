@@ -156,6 +156,8 @@ def install_torch_cpu(requirement: str) -> None:
         say(f"  not offered by the configured package sources; taking this one package from {TORCH_CPU_INDEX}")
         with heartbeat("torch"):
             result = pip("install", "--no-deps", "--index-url", TORCH_CPU_INDEX, requirement)
+        if result.returncode != 0:
+            say("  a machine that cannot reach it needs the wheel in a folder named in PIP_FIND_LINKS")
     require(result, f"installing {requirement}")
 
 

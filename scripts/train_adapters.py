@@ -32,7 +32,7 @@ ADAPTERS = Path(__file__).resolve().parents[1] / "adapters"
 MAX_ADAPTER_BYTES = 2_000_000
 
 RECIPES = {
-    "intelligent-triage": Recipe(rank=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+    "intelligent-triage": Recipe(rank=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=6),
     "pre-assessment": Recipe(rank=16, targets=("q_proj", "v_proj")),
     "analysis-assistant": Recipe(rank=8, targets=("o_proj", "down_proj")),
     "record-generation": Recipe(rank=32, targets=("v_proj",)),

@@ -203,6 +203,19 @@ class StepHost:
         return -(-tokens // self.limits.kv_block_tokens)
 
 
+def profile(policy: Policy, step_time: StepTime, limits: Limits, *, longest_context: int = 1024) -> None:
+    """Show a policy steps of many shapes, as the engine's profiling pass does at start-up."""
+    chunks = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048) if n <= limits.step_tokens]
+    for decodes in sorted({0, 1, 4, 8, 16, 32, 64, 128, 256, 512} & set(range(limits.running + 1))):
+        for context in sorted({16, longest_context // 4, longest_context}):
+            contexts = (context,) * decodes
+            works = [Work(contexts, ((tokens, prefix),)) for tokens in chunks for prefix in (0, context)]
+            if decodes:
+                works += [Work(contexts, ())] * 3
+            for work in works:
+                policy.observe(_record(step_time(work), work, {}, {}))
+
+
 def _record(
     duration_us: int, work: Work, generated: Mapping[str, int], first: Mapping[str, tuple[int, int]]
 ) -> StepRecord:
@@ -213,6 +226,7 @@ def _record(
         prefill_chunks=tuple(tokens for tokens, _ in work.chunks),
         context_tokens=sum(work.decode_contexts),
         chunk_prefix_tokens=sum(prefix for _, prefix in work.chunks),
+        chunk_prefixes=tuple(prefix for _, prefix in work.chunks),
         service_tokens=dict(generated),
         first_tokens=dict(first),
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deployments.adapters import AdapterError, AdapterReport, check_adapter, loadable_directory
+from deployments.adapters import AdapterError, AdapterReport, check_adapter, loadable_directory, prepare_adapters
 from deployments.base_model import BaseModelFacts, ModelError, read_model_facts
+from deployments.settings import EngineSettings, ServiceSettings
 from tests.fakes.checkpoints import Tensors, lora_tensors, write_adapter, write_model
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -91,6 +93,22 @@ def test_plain_adapter_is_loaded_from_its_own_directory(tmp_path: Path, base: Ba
     report = check_adapter(write_adapter(tmp_path / "a"), base, 16)
     assert loadable_directory(report, tmp_path / "cache") == report.path
     assert not (tmp_path / "cache").exists()
+
+
+def test_all_adapters_of_an_engine(tmp_path: Path, base: BaseModelFacts) -> None:
+    """The engine gets a directory per service that has an adapter, and all adapters' faults together."""
+    plain, leftover = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", modules_to_save=["lm_head"])
+    services = (_service("x", plain), _service("y", leftover), _service("z", None))
+    settings = EngineSettings(str(tmp_path / "model"), "base", services, _service("base", None))
+    directories = prepare_adapters(settings, tmp_path / "cache")
+    assert directories == {"x": plain, "y": loadable_directory(check_adapter(leftover, base, 16), tmp_path / "cache")}
+    with pytest.raises(ExceptionGroup) as caught:
+        prepare_adapters(replace(settings, max_lora_rank=1), tmp_path / "cache")
+    assert [error.path for error in caught.value.exceptions if isinstance(error, AdapterError)] == [plain, leftover]
+
+
+def _service(name: str, adapter: Path | None) -> ServiceSettings:
+    return ServiceSettings(name, adapter, 1_000_000, 100_000)
 
 
 def test_tokenizer_files_of_the_base_are_no_new_tokens(tmp_path: Path, base: BaseModelFacts) -> None:

@@ -17,6 +17,7 @@ ARGS: dict[str, Any] = {
         {"name": "strict", "adapter": "adapters/strict", "ttft": "1s", "tbt": "50ms"},
         {"name": "relaxed", "adapter": "adapters/relaxed", "ttft": "2s", "tbt": "0.2s", "overload": "shed"},
     ],
+    "scheduler": {"policy": "halo-paper", "options": {"batch": 8}},
 }
 
 

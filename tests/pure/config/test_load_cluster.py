@@ -72,6 +72,7 @@ applications:
           tbt: 0.3s
       replica: 2
       max_replicas: 3
+      scheduler: {options: {batch: 8}}
     deployments:
       - name: engin
       - name: engine
@@ -108,19 +109,19 @@ def test_every_error_at_once(root: Path) -> None:
         "line 24: applications[0].args.replica = 2: is not a known key. Did you mean replicas?",
         "line 25: applications[0].args.max_replicas = 3: is not a known key. "
         "max_replicas is a key of applications[].deployments[].autoscaling_config",
-        "line 27: applications[0].deployments[0].name = engin: is not a deployment of this application. "
+        "line 28: applications[0].deployments[0].name = engin: is not a deployment of this application. "
         "Did you mean engine?",
-        "line 28: applications[0].deployments[1] is refused: Manually setting num_replicas is not allowed when "
+        "line 29: applications[0].deployments[1] is refused: Manually setting num_replicas is not allowed when "
         "autoscaling_config is provided.",
-        "line 29: applications[0].deployments[1].max_ongoing_request = 5: is not a known key. "
+        "line 30: applications[0].deployments[1].max_ongoing_request = 5: is not a known key. "
         "Did you mean max_ongoing_requests?",
-        "line 30: applications[0].deployments[1].num_replicas = 2: is set in another place: write args.replicas",
-        "line 31: applications[0].deployments[1].autoscaling_config.max_ongoing_requests = 5: is not a known key. "
+        "line 31: applications[0].deployments[1].num_replicas = 2: is set in another place: write args.replicas",
+        "line 32: applications[0].deployments[1].autoscaling_config.max_ongoing_requests = 5: is not a known key. "
         "max_ongoing_requests is a key of applications[].deployments[]",
-        "line 32: applications[0].deployments[1].ray_actor_options.num_gpus = -1: has to be greater than or equal to 0",
-        "line 33: applications[0].deployments[1].gates = 1: is not a known key. The keys here are "
+        "line 33: applications[0].deployments[1].ray_actor_options.num_gpus = -1: has to be greater than or equal to 0",
+        "line 34: applications[0].deployments[1].gates = 1: is not a known key. The keys here are "
         + ", ".join(sorted(DeploymentSchema.model_fields)),
-        "line 34: applications[0].deployments[2] = 7: has to be a section of keys and values",
+        "line 35: applications[0].deployments[2] = 7: has to be a section of keys and values",
     ]
 
 

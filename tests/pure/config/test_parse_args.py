@@ -12,6 +12,7 @@ import pytest
 
 from app.config import AppArgs, ConfigErrors, parse_args
 from deployments.settings import AdmissionSettings, AuthSettings, GatewaySettings, Overload, ServiceSettings
+from scheduling.registry import POLICIES
 from scheduling.request import ReleasePolicy
 from tests.fakes.checkpoints import write_adapter, write_model
 
@@ -57,7 +58,7 @@ def test_settings(root: Path, args: Args) -> None:
 def test_written_values_reach_the_settings(root: Path, args: Args) -> None:
     """Sections beside the services arrive in the settings they belong to."""
     args |= {
-        "scheduler": {"policy": "halo-paper", "options": {"batch": 8}},
+        "scheduler": {"policy": "halo-paper", "options": {"batch": 9}},
         "admission": {"inflight_per_replica": 5, "queue_requests": 7, "queue_timeout": "3s", "heartbeat_timeout": "4s"},
         "limits": {"body_mb": 0.5, "stream_timeout": "1min", "pacer_tick": "4ms"},
         "engine_args": {"enforce_eager": True},
@@ -66,7 +67,8 @@ def test_written_values_reach_the_settings(root: Path, args: Args) -> None:
     }
     parsed = parse_args(args, root)
     engine, gateway = parsed.engine_settings(), parsed.gateway_settings()
-    assert (engine.policy_options, engine.engine_args) == ({"batch": 8}, {"enforce_eager": True})
+    assert engine.engine_args == {"enforce_eager": True}
+    assert engine.policy_options == {"batch": 9, "tbt_min_us": 50_000}
     assert (engine.kv_cache_gb, engine.max_loras) == (2.0, 3)
     assert parsed.admission_settings() == AdmissionSettings(5, 7, 3_000_000, 4_000_000)
     assert (gateway.max_body_bytes, gateway.stream_timeout_us, gateway.pacer_tick_us) == (524_288, 60_000_000, 4_000)
@@ -86,6 +88,22 @@ def test_round_trip(root: Path, args: Args) -> None:
     elsewhere = parse_args(parsed.dump(absolute_paths=True), Path("/"))
     assert elsewhere.engine_settings() == parsed.engine_settings()
     assert elsewhere.gateway_settings() == parsed.gateway_settings()
+
+
+def test_strictest_tbt_is_the_promised_one(root: Path, args: Args) -> None:
+    """A policy that wants the strictest TBT gets that of all services, scaled; an operator's own value stands."""
+    args["slo_scale"] = 2
+    assert parse_args(args, root).engine_settings().policy_options["tbt_min_us"] == 100_000
+    args["scheduler"]["options"]["tbt_min_us"] = 7
+    assert parse_args(args, root).engine_settings().policy_options["tbt_min_us"] == 7
+    args["scheduler"] = {"policy": "fcfs", "options": {"batch": 8}}
+    assert parse_args(args, root).engine_settings().policy_options == {"batch": 8}
+
+
+def test_relative_paths_start_where_we_run(root: Path, args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a root, paths start at the working directory, in which the server is started."""
+    monkeypatch.chdir(root)
+    assert parse_args(args).engine_settings() == parse_args(args, root).engine_settings()
 
 
 def test_service_without_adapter(root: Path, args: Args) -> None:
@@ -159,18 +177,18 @@ WRONG_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         "max_num_batched_tokens = 8: is less than max_num_seqs (32): "
         "a step could not hold one token of every running request"
     ]),
-    ({"scheduler": {"policy": "halo-papr"}}, [
-        "scheduler.policy = halo-papr: is not a scheduling policy; there are halo-paper, fcfs"
+    ({"scheduler.policy": "halo-papr"}, [
+        f"scheduler.policy = halo-papr: is not a scheduling policy; there are {', '.join(POLICIES)}"
     ]),
-    ({"scheduler": {"options": {"batsh": 8}}}, [
+    ({"scheduler.options": {"batch": 8, "batsh": 8}}, [
         "scheduler.options.batsh = 8: is not a known key. Did you mean batch?"
     ]),
-    ({"scheduler": {"policy": "fcfs", "options": {"batch": 8}}}, [
-        "scheduler.options.batch = 8: is not a known key. This section has no keys"
+    ({"scheduler.options": {}}, [
+        "scheduler.options.batch is missing; halo-paper needs it: " + POLICIES["halo-paper"].options["batch"].meaning
     ]),
-    ({"scheduler": {"options": {"batch": 0}}}, [
-        "scheduler.options.batch = 0: has to be greater than or equal to 1"
-    ]),
+    ({"scheduler.options.batch": 0}, ["scheduler.options.batch = 0: must be at least 1, got 0"]),
+    ({"scheduler.options.batch": "8"}, ["scheduler.options.batch = '8': must be a whole number, got '8'"]),
+    ({"scheduler.options": [8]}, ["scheduler.options has to be a section of keys and values"]),
     ({"scheduler": None}, ["scheduler = null: has to be a section of keys and values"]),
     ({"engine_args": {"tensor_parallel_size": 2, "scheduler_cls": "x.Y", "load_format": "pt"}}, [
         "engine_args.tensor_parallel_size = 2: is set in another place: write tensor_parallel_size under args",
@@ -208,6 +226,18 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ("adapter directory missing", {"services.0.adapter": "adapters/none"}, lambda root: None, [
         "services[0].adapter = adapters/none: there is no such directory"
     ]),
+    ("path too long", {"services.0.adapter": "a" * 300}, lambda root: None, [
+        f"services[0].adapter = {'a' * 77}...: cannot be opened: File name too long"
+    ]),
+    ("null character", {"services.0.adapter": "a\0b"}, lambda root: None, [
+        'services[0].adapter = "a\\0b": is not a path: it holds a null character'
+    ]),
+    ("home of nobody", {"services.0.adapter": "~no-such-user/a"}, lambda root: None, [
+        "services[0].adapter = ~no-such-user/a: there is no such directory"
+    ]),
+    ("file for a directory", {"services.0.adapter": "model/config.json"}, lambda root: None, [
+        "services[0].adapter = model/config.json: is not a directory"
+    ]),
     ("adapter of another model", {}, lambda root: write_model(root / "model", hidden_size=128), [
         f"services[{index}].adapter = adapters/{name}: it was trained for another base model than model (hidden size "
         "128, 4 heads, 2 of them for keys and values): q_proj maps 64 to 64 features, there 128 to 128, "
@@ -240,6 +270,9 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ]),
     ("model without configuration", {}, lambda root: (root / "model/config.json").unlink(), [
         "model = model: config.json is missing"
+    ]),
+    ("null character in keys", {"auth": {"keys_file": "a\0b"}}, lambda root: None, [
+        'auth.keys_file = "a\\0b": is not a path: it holds a null character'
     ]),
     ("keys", {"auth": {"keys_file": "keys.jsonl"}}, lambda root: None, [
         "auth.keys_file = keys.jsonl: there is no such file; `halo keys add` makes it"

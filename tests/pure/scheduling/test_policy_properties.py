@@ -11,7 +11,7 @@ from scheduling.capacity import CapacityMeter
 from scheduling.policy import Limits, StepPlan, View
 from scheduling.registry import POLICIES, make_policy
 from scheduling.request import ReleasePolicy, RequestState
-from tests.fakes.step_host import StepHost, Work, check_plan, decoding, request
+from tests.fakes.step_host import StepHost, Work, check_plan, decoding, profile, request
 
 SERVICES = (
     ("a", 1, 200_000, 50_000),
@@ -19,13 +19,18 @@ SERVICES = (
     ("c", 3, 100_000, 75_000),
     ("base", 0, 900_000, 200_000),
 )
-NAMES = tuple(POLICIES)
+NAMES = (*POLICIES, "halo, warm")
+PROFILED = Limits(step_tokens=64, running=24, adapters=0, kv_blocks=1_000, kv_block_tokens=8)
 
 
 def policy_named(name: str, batch: int):
+    name, _, warm = name.partition(", ")
     options = POLICIES[name].options
     given_options = {"batch": batch, "tbt_min_us": 50_000}
-    return make_policy(name, **{key: value for key, value in given_options.items() if key in options})
+    policy = make_policy(name, **{key: value for key, value in given_options.items() if key in options})
+    if warm:
+        profile(policy, step_time, PROFILED, longest_context=100)
+    return policy
 
 
 def step_time(work: Work) -> int:
