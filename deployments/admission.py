@@ -154,18 +154,19 @@ class Admission:
 
     def _dispatch(self) -> None:
         """Grant replicas to the head of the queue for as long as one fits. The head is never passed over."""
+        now_us = self._clock()
         while (head := self._queue.head()) is not None:
             replica = self._book.least_loaded(head.slots)
             if replica is None:
-                return
+                break
             self._queue.pop()
             waiting = self._waiting[head.request_id]
             if waiting.future.done():
                 continue
-            now_us = self._clock()
             self._book.grant(head.request_id, waiting.ticket.gateway_id, replica, head.slots, now_us)
             address = replica.address
             waiting.future.set_result(Grant(address.replica_id, address.incarnation, now_us - waiting.queued_us))
+        self._drain.note(self._book.least_loaded(1) is None, now_us)
 
     def _sheds(self, ticket: Ticket) -> bool:
         service = self._services.get(ticket.service)
