@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,13 +13,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from deployments.admission import Admission
+from deployments.auth import load_keys
 from deployments.engine_endpoint import EngineEndpoint
 from deployments.gateway import Gateway
-from deployments.gateway_ports import Keys
 from deployments.http_app import build_http_app
 from deployments.metrics import RayMetrics
 from deployments.serve_ports import ServeAdmission, ServeEnginePool
-from deployments.settings import AdmissionSettings, AuthSettings, EngineSettings, GatewaySettings
+from deployments.settings import AdmissionSettings, EngineSettings, GatewaySettings
 
 GATEWAY, ADMISSION, ENGINE = "gateway", "admission", "engine"
 
@@ -28,6 +28,9 @@ ENGINE_CLASS = "deployments.engine:EngineReplica"
 
 MANY_REQUESTS = 16_384
 """Serve's own limit of concurrent calls must never bind: admission limits the engines, its queue the rest."""
+
+QUIET = {"enable_access_log": False}
+"""No line per call: the gateway's access log has one per request already."""
 
 DRAIN_MARGIN_S = 30.0
 CPU_FOR_CONTROL = 0.01
@@ -45,19 +48,19 @@ class Deployments:
     replicas: int = 1
     gpus: bool = False
     engine_class: str = ENGINE_CLASS
-    engine_env: dict[str, str] = field(default_factory=dict)
 
 
 class GatewayDeployment:
     """A gateway with its ports behind Serve handles."""
 
     def __init__(self, settings: GatewaySettings, admission: DeploymentHandle, engines: DeploymentHandle) -> None:
+        keys_file = settings.auth.keys_file
         self._gateway = Gateway(
             settings,
             ServeEnginePool(engines),
             ServeAdmission(admission),
             RayMetrics([*settings.services, settings.base_promise]),
-            keys=load_keys(settings.auth),
+            keys=None if keys_file is None else load_keys(keys_file),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -86,14 +89,6 @@ def load_class(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def load_keys(auth: AuthSettings) -> Keys | None:
-    """The API keys of this server; None when it has none."""
-    if auth.keys_file is None:
-        return None
-    keys: Keys = load_class("deployments.auth:KeyTable").load(auth.keys_file)
-    return keys
-
-
 def build(deployments: Deployments) -> Application:
     """The Serve application: gateway in front of admission and engines."""
     services = [*deployments.gateway.services, deployments.gateway.base_promise]
@@ -106,13 +101,17 @@ def build(deployments: Deployments) -> Application:
 
 
 def admission_options() -> dict[str, Any]:
-    """One replica, never scaled: it is the one place that knows all loads."""
+    """One replica, never scaled: it is the one place that knows all loads.
+
+    It does not drain: a queued request asks again, and the next admission learns from the gateways what is granted.
+    """
     return {
         "num_replicas": 1,
         "max_ongoing_requests": MANY_REQUESTS,
-        "graceful_shutdown_timeout_s": 10.0,
-        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": 1.0,
+        "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 5.0,
+        "logging_config": QUIET,
         "ray_actor_options": {"num_cpus": CPU_FOR_CONTROL},
     }
 
@@ -138,6 +137,7 @@ def engine_options(deployments: Deployments) -> dict[str, Any]:
         "health_check_period_s": 5.0,
         "health_check_timeout_s": 30.0,
         "request_router_config": RequestRouterConfig(request_router_class="deployments.replica_router.ReplicaRouter"),
+        "logging_config": QUIET,
         "ray_actor_options": engine_actor_options(deployments),
     }
 
@@ -147,6 +147,4 @@ def engine_actor_options(deployments: Deployments) -> dict[str, Any]:
     options: dict[str, Any] = {"num_cpus": CPU_FOR_CONTROL}
     if deployments.gpus:
         options["num_gpus"] = deployments.engine.tensor_parallel_size
-    if deployments.engine_env:
-        options["runtime_env"] = {"env_vars": dict(deployments.engine_env)}
     return options

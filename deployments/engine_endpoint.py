@@ -12,6 +12,7 @@ from deployments.protocol import (
     AdmissionPort,
     Delivery,
     EnginePort,
+    NoStreamError,
     Prepared,
     Refusal,
     ReplicaAddress,
@@ -40,7 +41,7 @@ class EngineEndpoint:
     async def start(self) -> None:
         """Start the engine and register with admission."""
         await self._engine.start()
-        status = await self._status()
+        status = await self.status()
         self._address = ReplicaAddress(status.replica_id, status.incarnation)
         self._heartbeats = asyncio.get_running_loop().create_task(
             self._beat_for_ever(), name="heartbeats", context=Context()
@@ -72,7 +73,12 @@ class EngineEndpoint:
     async def submit(self, submission: Submission, *, replica_id: str, incarnation: str) -> None:
         """See ``EnginePort.submit``. Raises WrongReplicaError."""
         self._check(replica_id, incarnation)
-        await self._engine.submit(submission)
+        try:
+            await self._engine.submit(submission)
+        except LookupError as error:
+            if type(error) is not LookupError:
+                raise
+            raise NoStreamError(str(error)) from error
 
     async def abort(self, request_ids: list[str], *, replica_id: str, incarnation: str) -> None:
         """See ``EnginePort.abort``. Raises WrongReplicaError."""
@@ -102,12 +108,13 @@ class EngineEndpoint:
                 with contextlib.suppress(RuntimeError):
                     await stream.aclose()
 
+    async def status(self) -> ReplicaStatus:
+        """See ``EnginePort.status``."""
+        return await self._engine.status()
+
     def _check(self, replica_id: str, incarnation: str) -> None:
         if self._address != ReplicaAddress(replica_id, incarnation):
             raise WrongReplicaError(f"replica {replica_id} is not here; this is {self._replica_id}")
-
-    async def _status(self) -> ReplicaStatus:
-        return await self._engine.status()
 
     async def _beat_for_ever(self) -> None:
         while True:
@@ -121,7 +128,7 @@ class EngineEndpoint:
 
     async def _beat(self) -> None:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            status = await self._status()
+            status = await self.status()
             self._address = ReplicaAddress(status.replica_id, status.incarnation)
             aborts = await self._admission.heartbeat(status)
         if aborts:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 30.0
 SUBMIT_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 10.0
+ADMISSION_RETRY_S = 0.25
+ADMISSION_RETRIES = 100
 CUT_AFTER_TIMEOUT_S = 5.0
 GIVE_BACK_EARLY_US = 50_000
 MAX_ATTEMPTS = 3
@@ -205,9 +207,32 @@ class Exchange:
         return channel
 
     async def _acquire(self, prepared: Prepared) -> Grant:
-        call = self.call
         self._asked = True
-        ticket = Ticket(
+        try:
+            async with asyncio.timeout(self.ports.settings.stream_timeout_us / 1e6):
+                answer = await self._ask_admission(prepared)
+        except (ReplicaUnavailableError, TimeoutError):
+            raise _unavailable("Admission does not answer.", "no_admission") from None
+        if isinstance(answer, Grant):
+            return answer
+        self.ports.metrics.shed(self.call.service, answer.reason)
+        self._shed = True
+        self._end = End.SHED
+        raise _shed_error(answer)
+
+    async def _ask_admission(self, prepared: Prepared) -> Grant | Shed:
+        """Wait in the queue. While admission is being restarted, ask again: a queued request does not get lost."""
+        for _ in range(ADMISSION_RETRIES):
+            try:
+                return await self.ports.admission.acquire(self._ticket(prepared))
+            except ReplicaUnavailableError as error:
+                logger.warning("admission was lost while request %s waited: %s", self.call.request_id, error)
+                await asyncio.sleep(ADMISSION_RETRY_S)
+        return await self.ports.admission.acquire(self._ticket(prepared))
+
+    def _ticket(self, prepared: Prepared) -> Ticket:
+        call = self.call
+        return Ticket(
             call.request_id,
             self.ports.gateway_id,
             call.service,
@@ -217,16 +242,6 @@ class Exchange:
             prepared.choices,
             self._age_us(),
         )
-        try:
-            answer = await self.ports.admission.acquire(ticket)
-        except ReplicaUnavailableError:
-            raise _unavailable("Admission does not answer.", "no_admission") from None
-        if isinstance(answer, Grant):
-            return answer
-        self.ports.metrics.shed(call.service, answer.reason)
-        self._shed = True
-        self._end = End.SHED
-        raise _shed_error(answer)
 
     def _piece(self, deliveries: list[Delivery], tracker: ReleaseTracker) -> Piece:
         age_us = self._age_us()

@@ -14,6 +14,7 @@ from deployments.background import BackgroundTasks
 from deployments.clock import Clock, monotonic_us
 from deployments.exchange import Call, Exchange, Ports
 from deployments.gateway_ports import GatewayMetrics, KeyHolder, Keys
+from deployments.key_rates import KeyRates
 from deployments.openai_errors import ApiError
 from deployments.pacer import Pacer
 from deployments.protocol import (
@@ -55,6 +56,7 @@ class Gateway:
         self._admission = admission
         self._metrics = metrics
         self._keys = keys
+        self._rates = KeyRates(clock)
         self._exchanges: dict[str, Exchange] = {}
         self._replicas = 0
         self._background = BackgroundTasks()
@@ -97,6 +99,17 @@ class Gateway:
                 headers={"www-authenticate": "Bearer"},
             )
         return holder
+
+    def admit(self, holder: KeyHolder | None) -> None:
+        """Count a request against its key's rate. ApiError 429 when the key has used it up."""
+        wait_s = None if holder is None else self._rates.wait_s(holder)
+        if wait_s is not None:
+            raise ApiError(
+                429,
+                f"This API key has sent too many requests; try again in {wait_s} s.",
+                code="rate_limit_exceeded",
+                headers={"retry-after": str(wait_s), "x-halo-shed-reason": "key_rate"},
+            )
 
     def call(self, endpoint: Endpoint, body: dict[str, Any], holder: KeyHolder | None, arrival_us: int) -> Call:
         """The call a request body asks for. ApiError when it names no service, or none that its key may use."""
@@ -160,6 +173,7 @@ class Gateway:
             self._replicas = 0
             return
         self._replicas = state.replicas
+        self._rates.gateways = state.gateways
         for address in state.silent:
             self._streams.lose(address)
         self._streams.close_idle(lambda address: address.replica_id not in unroutable)

@@ -8,7 +8,17 @@ from deployments.protocol import Outcome
 
 
 class KeyHolder(Protocol):
-    """Who a request's API key belongs to."""
+    """Who a request's API key belongs to. ``rate_per_s`` is how many requests a second it may send, None for any."""
+
+    @property
+    def name(self) -> str:
+        """The key's name."""
+        ...
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Requests per second, over all gateways."""
+        ...
 
     def may_use(self, service: str) -> bool:
         """Whether this key may use the service."""

@@ -1,4 +1,7 @@
-"""HTTP in front of a gateway: routes, headers, error envelopes, and what a client's disconnect does."""
+"""HTTP in front of a gateway: routes, headers, error envelopes, and what a client's disconnect does.
+
+``x-request-id`` is Serve's: its proxy takes the client's or makes one, logs it and sends it back.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from deployments.exchange import Call, Exchange, Piece
 from deployments.gateway import Gateway
@@ -28,7 +29,6 @@ from deployments.slo_ledger import render_text
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PARSE_IN_THREAD_BYTES = 128 * 1024
 _INTERNAL = ApiError(500, "Internal error; the server's log says more.")
 
@@ -45,7 +45,6 @@ def build_http_app(gateway: Gateway) -> FastAPI:
             await gateway.stop()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
-    app.add_middleware(RequestIdMiddleware)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _fault)
@@ -125,6 +124,7 @@ class _Generation:
 
     async def _read(self, request: Request, arrival_us: int) -> Call:
         holder = self._gateway.authenticate(request.headers.get("authorization"))
+        self._gateway.admit(holder)
         encoding = request.headers.get("content-encoding")
         raw = await read_body(request.stream(), encoding, self._gateway.settings.max_body_bytes)
         large = len(raw) > _PARSE_IN_THREAD_BYTES
@@ -228,25 +228,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _fault(_: Request, __: Exception) -> Response:
     """A fault of ours. The log has the traceback; the client gets none."""
     return JSONResponse(dict(_INTERNAL.body), 500)
-
-
-class RequestIdMiddleware:
-    """Gives every response an ``x-request-id``: the request's own when it is a valid one, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-                message = {**message, "headers": [*headers, (b"x-request-id", request_id.encode())]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -66,8 +66,8 @@ class HoldQueue:
 class Pacer:
     """Runs a ``HoldQueue`` on the event loop.
 
-    Deliveries due within the same ``tick_us`` leave on one timer, up to a tick late and never early, which bounds the
-    timers to one a tick however many streams there are.
+    It wakes when the next delivery is due, but at most once every ``tick_us``: what is due in between leaves together,
+    up to a tick late and never early. So the cost is bounded however many streams there are.
     """
 
     def __init__(self, tick_us: int, clock: Clock = monotonic_us) -> None:
@@ -76,6 +76,7 @@ class Pacer:
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
+        self._fired_us = 0
 
     @property
     def held(self) -> int:
@@ -97,7 +98,7 @@ class Pacer:
         due_us = self._queue.next_due_us()
         if due_us is None:
             return
-        wake_us = -(-due_us // self._tick_us) * self._tick_us
+        wake_us = max(due_us, self._fired_us + self._tick_us)
         if self._timer is not None:
             if self._timer_us <= wake_us:
                 return
@@ -108,5 +109,6 @@ class Pacer:
 
     def _fire(self) -> None:
         self._timer = None
-        self._queue.release(self._clock())
+        self._fired_us = self._clock()
+        self._queue.release(self._fired_us)
         self._arm()

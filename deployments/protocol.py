@@ -101,6 +101,18 @@ class ReplicaStatus:
     steps: int
 
 
+class ReplicaUnavailableError(Exception):
+    """A replica died, is not reachable, or gave no answer in time."""
+
+
+class WrongReplicaError(ReplicaUnavailableError):
+    """A call meant for one life of a replica reached another one. The addressed one is gone or not yet routable."""
+
+
+class NoStreamError(ReplicaUnavailableError):
+    """A request came from a gateway whose delivery stream is not open: it broke, and the gateway does not know yet."""
+
+
 class EnginePort(Protocol):
     """An engine replica as its endpoint sees it. Implemented by ``EngineReplica`` and ``tests/fakes``.
 
@@ -125,7 +137,10 @@ class EnginePort(Protocol):
         ...
 
     async def submit(self, submission: Submission) -> None:
-        """Start a granted request. Its deliveries, errors included, arrive on the gateway's stream."""
+        """Start a granted request. Its deliveries, errors included, arrive on the gateway's stream.
+
+        Raises NoStreamError when that stream is not open.
+        """
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -249,15 +264,8 @@ class ClusterState:
 
     replicas: int
     queued: int
+    gateways: int = 1
     silent: tuple[ReplicaAddress, ...] = ()
-
-
-class ReplicaUnavailableError(Exception):
-    """A replica died, is not reachable, or gave no answer in time."""
-
-
-class WrongReplicaError(ReplicaUnavailableError):
-    """A call meant for one life of a replica reached another one. The addressed one is gone or not yet routable."""
 
 
 class EnginePool(Protocol):

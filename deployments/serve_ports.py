@@ -25,19 +25,18 @@ from deployments.protocol import (
     Shed,
     Submission,
     Ticket,
-    WrongReplicaError,
 )
 
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Ray's and Serve's transport errors as ours. An error that the remote code raised stays what it is."""
+    """Ray's and Serve's transport errors as ours. An error that the remote code raised is raised as it is."""
     try:
         yield
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, WrongReplicaError):
-            raise WrongReplicaError(str(cause)) from None
+        if isinstance(cause, ReplicaUnavailableError):
+            raise type(cause)(str(cause)) from None
         raise
     except (RayActorError, RayError, RayServeException) as error:
         raise ReplicaUnavailableError(type(error).__name__) from error

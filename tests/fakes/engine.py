@@ -2,7 +2,7 @@
 
 Step length, hold and failures are set by ``EngineSettings.engine_args``: ``step_us``, ``hold_us``, ``prepare_us``. A
 request can ask for a failure with the body key ``fake``: ``{"fail_before": STATUS}`` answers with an error instead of
-the first token, ``{"fail_after": N}`` ends the stream with an error event after N tokens, ``{"exit_after": N}`` ends
+the first token, ``{"fail_after": N}`` ends the stream with an error event after N tokens, ``{"kill_after": N}`` kills
 the process, ``{"stall_after": N}`` generates nothing more.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -21,6 +22,7 @@ from deployments.openai_errors import envelope
 from deployments.protocol import (
     Delivery,
     Endpoint,
+    NoStreamError,
     Prepared,
     Refusal,
     ReplicaStatus,
@@ -54,6 +56,7 @@ class FakeEngine:
         self.hold_us = int(options.get("hold_us", 0))
         self.prepare_us = int(options.get("prepare_us", 0))
         self.healthy = True
+        self.broken = False
         self.steps = 0
         self.submitted: list[str] = []
         self.aborted: list[str] = []
@@ -87,6 +90,8 @@ class FakeEngine:
         if self.prepare_us:
             await asyncio.sleep(self.prepare_us / 1e6)
         body = submission.body
+        if self.broken:
+            raise RuntimeError("the fake engine was made to fail: secret detail")
         prompt = _prompt(submission)
         if prompt is None:
             return Refusal(400, envelope(400, "messages or prompt is missing", param="messages"))
@@ -103,7 +108,7 @@ class FakeEngine:
         assert isinstance(prepared, Prepared)
         queue = self._gateways.get(submission.gateway_id)
         if queue is None:
-            raise RuntimeError(f"gateway {submission.gateway_id} has no stream open")
+            raise NoStreamError(f"gateway {submission.gateway_id} has no stream open")
         self.submitted.append(submission.request_id)
         self.waiting.append(_Job(submission, prepared, queue))
 
@@ -167,8 +172,8 @@ class FakeEngine:
         request_id, fake = job.submission.request_id, job.fake
         if job.made == fake.get("stall_after", -1):
             return []
-        if job.made == fake.get("exit_after", -1):
-            os._exit(1)
+        if job.made == fake.get("kill_after", -1):
+            os.kill(os.getpid(), signal.SIGKILL)
         failing = (job.made == 0 and "fail_before" in fake) or job.made == fake.get("fail_after", -1)
         if failing:
             del self.running[request_id]

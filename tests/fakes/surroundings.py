@@ -145,6 +145,8 @@ class FakeHolder:
     """A key that may use some services."""
 
     services: frozenset[str]
+    name: str = "key"
+    rate_per_s: float | None = None
 
     def may_use(self, service: str) -> bool:
         return service in self.services

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,12 @@ def deployments(**changes: object) -> Deployments:
 
 
 @pytest.fixture
+def deployments_of() -> Callable[..., Deployments]:
+    """Makes variants of what is deployed."""
+    return deployments
+
+
+@pytest.fixture
 def anyio_backend() -> str:
     """Asynchronous tests run on asyncio."""
     return "asyncio"
@@ -83,7 +89,7 @@ def cluster() -> Iterator[Cluster]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build(deployments()), name="halo", route_prefix="/")
+    serve.run(build(deployments()), name="halo", route_prefix="/", external_scaler_enabled=True)
     url = f"http://127.0.0.1:{port}"
     wait_ready(url)
     try:

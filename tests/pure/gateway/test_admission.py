@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.admission import RECONCILE_AFTER_US, Admission, DrainRate
+from deployments.admission import RECONCILE_AFTER_US, Admission
+from deployments.drain_rate import DrainRate
 from deployments.protocol import (
     End,
     GatewayReport,
@@ -311,14 +312,36 @@ async def test_shed_from_the_observed_rate() -> None:
     await asyncio.gather(*ahead, sooner, return_exceptions=True)
 
 
-async def test_drain_rate_falls_when_nothing_drains() -> None:
-    """The observed rate is releases over time up to now, so a stall lowers it."""
+async def test_idle_time_is_not_slowness() -> None:
+    """After an hour without requests a short queue is not hopeless: the observed rate is that of the full cluster."""
+    subject = admission(inflight_per_replica=1, heartbeat_timeout_us=10**12)
+    await subject.heartbeat(status())
+    for number in range(8):
+        await subject.acquire(ticket(f"past{number}"))
+        await asyncio.sleep(0.1)
+        await subject.release(f"past{number}", done())
+    await asyncio.sleep(3600)
+    await subject.acquire(ticket("running"))
+    waiting = asyncio.create_task(subject.acquire(ticket("a", "shedding", ttft_us=500_000)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await subject.release("running", done())
+    assert isinstance(await waiting, Grant)
+
+
+def test_drain_rate_by_hand() -> None:
+    """Ten releases, one a second while full, is one a second; idle time changes nothing, a stall while full does."""
     rate = DrainRate()
     assert rate.per_second(0) is None
-    for second in range(10):
+    rate.note(True, 0)
+    for second in range(1, 11):
         rate.count(second * 1_000_000)
-    assert rate.per_second(9_000_000) == pytest.approx(10 / 9)
-    assert rate.per_second(99_000_000) == pytest.approx(10 / 99)
+    rate.note(False, 10_000_000)
+    assert rate.per_second(10_000_000) == pytest.approx(1.0)
+    rate.count(500_000_000)
+    assert rate.per_second(999_000_000) == pytest.approx(1.0)
+    rate.note(True, 1_000_000_000)
+    assert rate.per_second(1_010_000_000) == pytest.approx(0.5)
 
 
 actions = st.lists(

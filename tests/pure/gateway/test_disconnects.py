@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from deployments.protocol import ReplicaUnavailableError
+from deployments.replica_book import ReplicaBook
 from deployments.settings import AdmissionSettings
 from tests.fakes.house import ENGINE, GATEWAY, House, RawCall, chat, run_house
 from tests.fakes.surroundings import until
@@ -212,11 +214,30 @@ async def test_admission_restart_learns_what_is_held() -> None:
     async with run_house(admission_settings=AdmissionSettings(heartbeat_timeout_us=4_000_000)) as house:
         calls = [house.call(chat(stream=True, max_tokens=500)) for _ in range(2)]
         await house.settle()
-        forgotten, house.admission._held = house.admission._held, {}
-        house.admission._replicas.clear()
+        assert (await house.load())["held"] == 2
+        house.admission._book = ReplicaBook(None)
         await asyncio.sleep(2.5)
         load = await house.load()
-        assert load["held"] == len(forgotten) == 2
+        assert load["held"] == 2
         assert load["replicas"]["r0"]["used"] == 2
         await asyncio.wait([call.task for call in calls])
         await quiet(house)
+
+
+async def test_queued_requests_outlive_admission() -> None:
+    """While admission is being restarted a queued request asks again and is served in the end."""
+    async with run_house() as house:
+        real, failures = house.admission.acquire, 0
+
+        async def lost(*_: object) -> object:
+            nonlocal failures
+            failures += 1
+            raise ReplicaUnavailableError("admission died")
+
+        house.admission.acquire = lost  # type: ignore[method-assign, assignment]
+        call = house.call(chat())
+        await asyncio.sleep(3)
+        house.admission.acquire = real  # type: ignore[method-assign]
+        await asyncio.wait([call.task])
+        assert call.status == 200
+        assert 5 < failures < 20
