@@ -7,7 +7,7 @@ and an adapter that was refused in :data:`PATIENCE_STEPS` plans since it last ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from scheduling.policy import StepPlan, View
@@ -42,16 +42,22 @@ class AdapterSlots:
         self.used.add(adapter)
         return True
 
-    def take_all(self, states: Iterable[RequestState]) -> bool:
+    def take_all(self, states: Sequence[RequestState]) -> bool:
         """Take slots for all of ``states`` at once, or none and return False."""
+        if self.too_few_for(states):
+            return False
+        if self._limit > 0:
+            self.used.update(map(_adapter, states))
+            self.used.discard(0)
+        return True
+
+    def too_few_for(self, states: Iterable[RequestState]) -> bool:
+        """Whether ``states`` need more slots than there are left."""
         if self._limit <= 0:
-            return True
+            return False
         adapters = set(map(_adapter, states))
         adapters.discard(0)
-        if len(self.used | self._kept | adapters) > self._limit:
-            return False
-        self.used |= adapters
-        return True
+        return len(self.used | self._kept | adapters) > self._limit
 
     @property
     def has_kept(self) -> bool:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import ceil
 from operator import attrgetter
 
-from scheduling.halo_paper import by_deadline
+from scheduling.halo_paper import Keyed
 from scheduling.request import RequestState
 
 STEP_MAX_US = 250_000
@@ -35,23 +35,21 @@ def longest_prefix(states: Sequence[RequestState], fits: Callable[[int, int], bo
 
 
 class DueDecodes:
-    """The decodes of a step in order of deadline.
+    """The decodes of a step, from ``keyed``, as :func:`scheduling.halo_paper.by_deadline` sorts them.
 
     ``limit_us`` is the step limit T*: until the earliest deadline of those that can still be met, less the margin, and
     at most :data:`STEP_MAX_US`. ``urgent`` must run in this step and ``rest`` may; both are sorted by deadline.
     ``time_us`` gives the time of a decode-only step from the number of decodes and their summed context.
     """
 
-    def __init__(
-        self, decodes: list[RequestState], now_us: int, time_us: DecodeTime, margin_us: int, tbt_min_us: int
-    ) -> None:
+    def __init__(self, keyed: list[Keyed], now_us: int, time_us: DecodeTime, margin_us: int, tbt_min_us: int) -> None:
         self._now_us = now_us
         self._time_us = time_us
-        self._keyed = by_deadline(decodes)
-        self._ordered = [entry[3] for entry in self._keyed]
-        one_us = ceil(time_us(1, self._ordered[0].computed_tokens if decodes else 0))
+        self._keyed = keyed
+        self._ordered = [entry[3] for entry in keyed]
+        one_us = ceil(time_us(1, self._ordered[0].computed_tokens if keyed else 0))
         self._lost = self._due_before(now_us + one_us)
-        slack_us = self._keyed[self._lost][0] - now_us if self._lost < len(decodes) else STEP_MAX_US + margin_us
+        slack_us = self._keyed[self._lost][0] - now_us if self._lost < len(keyed) else STEP_MAX_US + margin_us
         self.limit_us = max(min(slack_us - margin_us, STEP_MAX_US), one_us)
         self.urgent, self.rest = self._choose(tbt_min_us)
 

@@ -23,19 +23,20 @@ also how the model gets to see steps; a chunk is at most twice the largest seen.
 
 from __future__ import annotations
 
-from math import ceil
 from operator import attrgetter
 
 from scheduling.adapters import AdapterRotation, AdapterSlots
 from scheduling.capacity import StrictestTbt
 from scheduling.due_decodes import DueDecodes, longest_prefix
-from scheduling.halo_paper import HaloPaper
+from scheduling.halo_paper import HaloPaper, by_deadline
 from scheduling.latency_model import StepTimeModel, pairs_of
 from scheduling.policy import StepPlan, StepRecord, View
 from scheduling.prompt_order import PromptOrder
 from scheduling.request import RequestState
 from scheduling.room import Room, split
+from scheduling.time_capacity import TimeCapacity
 
+MARGIN_PCT = 5
 KV_PRESSURE_PCT = 90
 DRY_STEPS = 32
 DRY_CHUNK = 32
@@ -48,14 +49,19 @@ class Halo:
     """HALO with a step-time model.
 
     ``batch`` bounds the step until the model is warm; ``tbt_min_us`` is the strictest TBT of any service, without it
-    the strictest seen so far; ``margin_us`` is kept free before a deadline; ``quantile_pct`` is the share of steps
-    that shall stay within their predicted time.
+    the strictest seen so far; ``margin_us`` is kept free before a deadline, without it :data:`MARGIN_PCT` of the
+    strictest TBT; ``quantile_pct`` is the share of steps that shall stay within their predicted time.
     """
 
     name = "halo"
 
     def __init__(
-        self, *, batch: int = 64, tbt_min_us: int | None = None, margin_us: int = 2_000, quantile_pct: int = 99
+        self,
+        *,
+        batch: int = 64,
+        tbt_min_us: int | None = None,
+        margin_us: int | None = None,
+        quantile_pct: int = 99,
     ) -> None:
         self.model = StepTimeModel(quantile=quantile_pct / 100)
         self._margin_us = margin_us
@@ -84,9 +90,17 @@ class Halo:
     def _fill(self, view: View, slots: AdapterSlots) -> StepPlan:
         decodes, prefills = split(view.running)
         room = Room(view, view.limits.step_tokens, slots)
-        due = DueDecodes(decodes, view.now_us, self.model.decode_bound_us, self._margin_us, self._strictest.us)
+        keyed, refused = by_deadline(decodes), []
+        if slots.too_few_for(decodes):
+            # Slots are shared out by urgency before time is: who cannot run must not decide how long the step may take.
+            refused = [entry[3] for entry in keyed if not slots.take(entry[3].adapter)]
+            keyed = [entry for entry in keyed if slots.take(entry[3].adapter)]
+        tbt_min_us = self._strictest.us
+        margin_us = MARGIN_PCT * tbt_min_us // 100 if self._margin_us is None else self._margin_us
+        due = DueDecodes(keyed, view.now_us, self.model.decode_bound_us, margin_us, tbt_min_us)
         step = _Step(self.model, room, due.limit_us)
-        refused, rest = step.decode(due.urgent), due.rest
+        refused += step.decode(due.urgent)
+        rest = due.rest
         if rest and _kv_is_scarce(view):
             refused, rest = refused + step.decode_more(rest), []
         if prefills or view.waiting:
@@ -101,14 +115,16 @@ class Halo:
     def _give_prompts(self, view: View, prefills: list[RequestState], step: _Step) -> None:
         """Give prompts the time until the step limit, admitting waiting requests within capacity."""
         room, started = step.room, set(prefills)
-        capacity: _TimeCapacity | None = None
-        dry = False
+        capacity: TimeCapacity | None = None
+        dry, full = False, False
         most = max(DRY_CHUNK, 2 * self.model.largest_chunk)
         token_us = self._token_us(step, min(most, view.limits.step_tokens))
         waiting = view.waiting if room.accepts_waiting else ()
         for state in self._prompts.walk(prefills, waiting, view.now_us, token_us, room.slots.refused):
             if room.full:
                 break
+            if full and state not in started:
+                continue
             left = state.prompt_tokens - state.computed_tokens
             tokens = step.largest_chunk(state.computed_tokens, min(left, most - step.tokens, room.tokens))
             if tokens < min(left, LEAST_CHUNK):
@@ -119,11 +135,12 @@ class Halo:
             if state in started:
                 given = step.chunk(state, tokens)
             else:
-                capacity = capacity or _TimeCapacity(self.model, view, self._strictest.us)
+                capacity = capacity or TimeCapacity(self.model, view, self._strictest.us)
                 given = step.admit(state, tokens) if capacity.fits(state) else 0
                 if given:
                     capacity.add(state)
                 elif state.adapter not in room.slots.refused and not room.never_fits(state):
+                    full = True
                     self._prompts.close_waiting()
             if given:
                 self._prompts.account(state.request_id, given)
@@ -207,41 +224,6 @@ class _Step:
             self._pairs += pairs_of(tokens, state.computed_tokens)
             self._prefix += state.computed_tokens
         return tokens
-
-
-class _TimeCapacity:
-    """Whether the engine can run all admitted requests at their TBT: capacity units priced by the step-time model.
-
-    Sums are kept in thousandths of a decode and in whole context tokens, so that their order does not matter.
-    """
-
-    def __init__(self, model: StepTimeModel, view: View, tbt_min_us: int) -> None:
-        self._model = model
-        one_us = ceil(model.decode_bound_us(1, 0))
-        # A target below the shortest step cannot be kept, so it must not decide what others may have.
-        self._period_us = tbt_min_us if tbt_min_us > one_us else 2 * one_us
-        self._milli = 0
-        self._context = 0
-        for state in view.running:
-            self.add(state)
-
-    def add(self, state: RequestState) -> None:
-        """Count a request as admitted."""
-        milli, context = self._share(state)
-        self._milli += milli
-        self._context += context
-
-    def fits(self, state: RequestState) -> bool:
-        """Whether a request can be admitted; always into an empty engine."""
-        milli, context = self._share(state)
-        places = -(-(self._milli + milli) // 1000)
-        return not self._milli or self._model.decode_bound_us(places, self._context + context) <= self._period_us
-
-    def _share(self, state: RequestState) -> tuple[int, int]:
-        tbt_us = max(state.tbt_us, self._period_us)
-        return 1000 * self._period_us // tbt_us, max(
-            state.prompt_tokens, state.computed_tokens
-        ) * self._period_us // tbt_us
 
 
 def _kv_is_scarce(view: View) -> bool:

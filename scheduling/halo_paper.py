@@ -30,10 +30,10 @@ from scheduling.request import RequestState
 from scheduling.room import Room, split
 
 _tbt = attrgetter("tbt_us")
-_Keyed = tuple[int, int, str, RequestState]
+Keyed = tuple[int, int, str, RequestState]
 
 
-def by_deadline(states: list[RequestState]) -> list[_Keyed]:
+def by_deadline(states: list[RequestState]) -> list[Keyed]:
     """Return ``states`` keyed and sorted by (deadline, arrival, id), :attr:`RequestState.edf_key`."""
     keyed = [
         (

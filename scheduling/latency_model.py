@@ -12,7 +12,8 @@ execution mode (CUDA graph or eager). This module fits the same terms, none nega
 - Errors are relative: a fit by absolute error serves the longest steps only.
 
 Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`CELL_STEPS` of them,
-and cells fade with the steps since they were last seen. The cost of a step and the memory held do not grow with time.
+and cells fade with the steps since they were last seen. A level common to all cells follows a machine that becomes
+slower or faster as a whole. The cost of a step and the memory held do not grow with time.
 Deadlines are checked against an upper quantile: the prediction times a quantile of the newest ratios of observed to
 predicted time. A model that has not seen enough steps of a kind predicts nothing.
 """
@@ -38,6 +39,7 @@ WARM_CELLS = 3
 RATIOS = 512
 RATIO_CAP = 3.0
 REFIT_STEPS = 16
+LEVEL_GAIN = 1 / 64
 
 _DECODE_KNOTS = (0, 8, 16, 32, 64, 128, 256)
 _CHUNK_KNOTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -68,6 +70,8 @@ def _coarse(x: int) -> int:
 class _Fit:
     """One coefficient set: the cells seen, the coefficients, and the ratios of observed to predicted time.
 
+    ``level`` is how slow the machine is at present against the cells, ``ratio`` the quantile of observed to predicted
+    time, ``upper`` their product: a price times ``upper`` is an upper bound in microseconds.
     Rows of features are: constant, linear features (``linear`` of them), pieces of the one piecewise feature.
     """
 
@@ -86,7 +90,9 @@ class _Fit:
         self._to_refit = 0
         self.steps = 0
         self.largest = 0
+        self.level = 1.0
         self.ratio = 1.0
+        self.upper = 1.0
         self.constant = 0.0
         self.prices: tuple[float, ...] = (0.0,) * linear
         self._slopes: tuple[float, ...] = (0.0,) * len(knots)
@@ -100,7 +106,8 @@ class _Fit:
 
     def central(self, linear: Sequence[int], x: int) -> float:
         """Predicted time in microseconds."""
-        return self.constant + self.piecewise(x) + sum(price * n for price, n in zip(self.prices, linear, strict=True))
+        linear_us = sum(price * n for price, n in zip(self.prices, linear, strict=True))
+        return self.level * (self.constant + self.piecewise(x) + linear_us)
 
     def observe(self, linear: Sequence[int], x: int, duration_us: int) -> None:
         """Add a step; refit after every few."""
@@ -111,8 +118,11 @@ class _Fit:
             self._ratios.push(ratio)
             self._spread += (abs(ratio - 1.0) - self._spread) / 16
             reach = max(0.1, 4 * self._spread)
-            seen_us = min(max(seen_us, predicted_us * (1 - reach)), predicted_us * (1 + reach))
-        self._add(linear, x, seen_us)
+            clipped = min(max(ratio, 1 - reach), 1 + reach)
+            seen_us = clipped * predicted_us
+            self.level *= 1 + LEVEL_GAIN * (clipped - 1)
+            self.upper = self.level * self.ratio
+        self._add(linear, x, seen_us / self.level)
         self.steps += 1
         self.largest = max(self.largest, x)
         self._to_refit -= 1
@@ -172,6 +182,7 @@ class _Fit:
         ratio = self._ratios.value()
         floor = 1.0 if len(self._ratios) >= 100 else 1.1
         self.ratio = max(floor, ratio if ratio is not None else floor)
+        self.upper = self.level * self.ratio
 
     def snapshot(self) -> dict[str, Any]:
         """Everything learned, as plain JSON values."""
@@ -185,7 +196,13 @@ class _Fit:
             }
             for key, cell in self._cells.items()
         ]
-        return {"knots": list(self._knots), "largest": self.largest, "cells": cells, "ratios": self._ratios.newest()}
+        return {
+            "knots": list(self._knots),
+            "largest": self.largest,
+            "level": self.level,
+            "cells": cells,
+            "ratios": self._ratios.newest(),
+        }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take over what :meth:`snapshot` gave; raises ValueError if it is of another form."""
@@ -194,6 +211,7 @@ class _Fit:
             raise ValueError("the step-time snapshot has other features; delete it and let the engine profile again")
         self.steps = sum(int(cell["count"]) for cell in cells)
         self.largest = int(snapshot["largest"])
+        self.level = float(snapshot["level"])
         self._cells = {tuple(cell["key"]): index for index, cell in enumerate(cells[:CELLS])}
         for index, cell in enumerate(cells[:CELLS]):
             self._features[index] = cell["features"]
@@ -242,8 +260,12 @@ class StepTimeModel:
 
     @property
     def warm(self) -> bool:
-        """Whether steps with and without prompt tokens can both be predicted, in the modes seen last."""
-        return self._decode[self._decode_graph].warm and self._mixed[self._mixed_graph].warm
+        """Whether steps that carry prompt tokens can be predicted in the mode seen last.
+
+        Decode-only steps then can be bounded too, as steps with no prompt token, until enough of them were seen: under
+        lasting load there may be none.
+        """
+        return self._mixed[self._mixed_graph].warm
 
     @property
     def largest_chunk(self) -> int:
@@ -284,7 +306,8 @@ class StepTimeModel:
     ) -> tuple[float, _Fit] | None:
         if not chunks and not finetune:
             fit = self._decode[self._decode_graph if graph is None else graph]
-            return (fit.central((context,), decodes), fit) if fit.warm else None
+            if fit.warm:
+                return fit.central((context,), decodes), fit
         fit = self._mixed[self._mixed_graph if graph is None else graph]
         if not fit.warm:
             return None
@@ -295,7 +318,9 @@ class StepTimeModel:
     def decode_bound_us(self, decodes: int, context_tokens: int) -> float:
         """:meth:`bound_us` of a decode-only step of a warm model, for inner loops."""
         fit = self._decode[self._decode_graph]
-        return (fit.constant + fit.piecewise(decodes) + fit.prices[0] * context_tokens) * fit.ratio
+        if not fit.warm:
+            return self.mixed_bound_us(decodes, context_tokens, 0, 0, 0)
+        return (fit.constant + fit.piecewise(decodes) + fit.prices[0] * context_tokens) * fit.upper
 
     def mixed_bound_us(self, decodes: int, context_tokens: int, tokens: int, pairs: int, prefix: int) -> float:
         """:meth:`bound_us` of a step with prompt ``tokens`` in all, of a warm model, for inner loops."""
@@ -308,7 +333,7 @@ class StepTimeModel:
             + context_price * context_tokens
             + pair_price * pairs
             + prefix_price * prefix
-        ) * fit.ratio
+        ) * fit.upper
 
     def snapshot(self) -> dict[str, Any]:
         """Everything learned, as JSON values, to be kept per model and hardware."""

@@ -47,7 +47,7 @@ class PolicyEntry:
 
 _BATCH = Option(1, "decodes plus prompt tokens in a step: the batch that meets the strictest TBT", required=True)
 _COLD_BATCH = Option(1, "decodes plus prompt tokens in a step until the step-time model is warm")
-_MARGIN = Option(0, "microseconds kept free before a deadline")
+_MARGIN = Option(0, "microseconds kept free before a deadline; without it, 5 % of the strictest TBT")
 _QUANTILE = Option(50, "percentage of steps that shall stay within their predicted time", maximum=99)
 _TBT_MIN = Option(1, "strictest TBT of any service in microseconds; without it, the strictest seen so far")
 
