@@ -1,8 +1,8 @@
 """vLLM's CPU matrix products, as the LoRA products use them: ``gemm(out, x)`` writes ``x @ weight.T`` into ``out``.
 
-Two kernels of vLLM's own library, no compiler needed: oneDNN with a weight packed once (what its base layers use), and
-the small ``weight_packed_linear``, which writes into a strided ``out``, needs no code generation for a new row count and
-is faster for few rows. All accumulate in float32.
+Two kernels of vLLM's own library, no compiler needed: oneDNN with a weight packed once (what its base layers use),
+and the small ``weight_packed_linear``, which writes into a strided ``out``, needs no code generation for a new row
+count and is faster for few rows. All accumulate in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def can_be_strided(weight: torch.Tensor) -> bool:
 
 
 def strided_gemm(weight: torch.Tensor) -> Gemm:
-    """The product with ``weight`` (out, in), for which `can_be_strided` holds; ``out`` and ``x`` may be column slices."""
+    """The product with ``weight`` (out, in), if `can_be_strided`; ``out`` and ``x`` may be column slices."""
     packed = torch.ops._C.convert_weight_packed(weight.contiguous())
     kernel = torch.ops._C.weight_packed_linear.default._op
 

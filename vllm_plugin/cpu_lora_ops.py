@@ -18,10 +18,12 @@ from vllm_plugin.cpu_gemm import Gemm, can_be_strided, contiguous_gemm, strided_
 # Up to this many results (rows x columns of the widest slice) the kernel with strided output and one addition is
 # faster, above it one product and one addition per slice (docs/measurements/lora-cpu.md).
 STRIDED_RESULTS_MAX = 16_384
-# The ranks of a slice are padded to a multiple of this with zeros: the strided kernel needs it, the others lose nothing.
+# The ranks of a slice are padded with zeros to a multiple of this: the strided kernel needs it, others lose nothing.
 RANK_STEP = 32
 # An adapter with a larger weight, or one that is no number, is multiplied alone: 0 * inf would reach its neighbours.
 STACKABLE_WEIGHT_MAX = 2.0**20
+# Combinations of adapters remembered per layer; what they refer to is kept once per slot.
+COMBINATIONS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,18 @@ class _Packed:
     layout_key: int
     shrink: Gemm
     expands: tuple[Gemm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a group is multiplied: with ``packed`` (masked if it holds several adapters), then each of ``alone``.
+
+    ``live``: the group's adapters that do anything in this layer, for groups that cannot be multiplied packed.
+    """
+
+    packed: _Packed | None
+    alone: tuple[int, ...]
+    live: tuple[int, ...]
 
 
 class _Buffers:
@@ -139,6 +153,7 @@ class AdapterStack:
         self._strided_rows = STRIDED_RESULTS_MAX // max(out_sizes)
         self._version = -1
         self._packed: dict[tuple[tuple[int, ...], bool], _Packed] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], _Plan] = {}
         self._ranks: list[list[int]] = []
         self._live: frozenset[int] = frozenset()
         self._stackable: tuple[int, ...] = ()
@@ -158,26 +173,34 @@ class AdapterStack:
         if version != self._version:
             self._refresh(version)
         for group in groups:
-            live = [slot for slot in group.adapters if slot in self._live]
-            if not live:
-                continue
-            if x.dtype != self.dtype or y.dtype != self.dtype:
-                alone = live
-            elif len(group.adapters) == 1:
-                self._add_packed(y, x, group, (live[0],), scale)
-                continue
-            else:
-                if self._stackable:
-                    self._add_packed(y, x, group, self._stackable, scale)
-                if len(self._stackable) == len(self._live):
-                    continue
-                alone = [slot for slot in live if slot not in self._stackable]
+            key = (group.adapters, group.count <= self._strided_rows)
+            plan = self._plans.get(key)
+            if plan is None:
+                if len(self._plans) >= COMBINATIONS_MAX:
+                    self._plans.clear()
+                plan = self._plans[key] = self._plan(*key)
+            if plan.packed is not None and x.dtype == y.dtype == self.dtype:
+                _add_packed(y, x, group, plan.packed, scale)
+            alone = plan.alone if x.dtype == y.dtype == self.dtype else plan.live
             for slot in alone:
                 self._add_plain(y, x, group.rows_of(slot), slot, scale)
+
+    def _plan(self, adapters: tuple[int, ...], strided: bool) -> _Plan:
+        """How rows that use ``adapters`` are multiplied. Packing is done here, on first use of the combination."""
+        live = tuple(slot for slot in adapters if slot in self._live)
+        together = live if len(adapters) == 1 else self._stackable
+        alone = tuple(slot for slot in live if slot not in together)
+        if len(alone) == len(live):
+            return _Plan(None, alone, live)
+        packed = self._packed.get((together, strided))
+        if packed is None:
+            packed = self._packed[together, strided] = self._pack(together, strided)
+        return _Plan(packed, alone, live)
 
     def _refresh(self, version: int) -> None:
         """Drop the packed copies and find out what is in the slots now."""
         self._packed.clear()
+        self._plans.clear()
         self._ranks = []
         alone: set[int] = set()
         for a, b in zip(self.a, self.b, strict=True):
@@ -222,27 +245,6 @@ class AdapterStack:
             tuple(strided_gemm(expand) if strided else contiguous_gemm(expand) for expand in expands),
         )
 
-    def _add_packed(
-        self, y: torch.Tensor, x: torch.Tensor, group: StepGroup, slots: tuple[int, ...], scale: float
-    ) -> None:
-        strided = group.count <= self._strided_rows
-        packed = self._packed.get((slots, strided))
-        if packed is None:
-            packed = self._packed[slots, strided] = self._pack(slots, strided)
-        buffers = group.buffers(packed, x.dtype)
-        rows = group.take(x)
-        packed.shrink(buffers.h, rows if rows.stride(-1) == 1 else rows.contiguous())
-        buffers.keep_own()
-        if scale != 1.0:
-            buffers.h.mul_(scale)
-        for expand, delta, h in zip(packed.expands, buffers.delta_slices, buffers.h_slices, strict=True):
-            expand(delta, h)
-        if buffers.delta is not None:
-            group.add(y if packed.layout.out_size == y.shape[1] else y[:, : packed.layout.out_size], buffers.delta)
-            return
-        for delta, (start, stop) in zip(buffers.delta_slices, packed.layout.columns, strict=True):
-            group.add(y[:, start:stop], delta)
-
     def _add_plain(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, slot: int, scale: float) -> None:
         """The product of one adapter without packed copies, as exact as vLLM's own: shrink in float32."""
         x_rows = x.index_select(0, rows).float()
@@ -253,3 +255,19 @@ class AdapterStack:
                 delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
                 y[:, start : start + out_size].index_add_(0, rows, delta)
             start += out_size
+
+
+def _add_packed(y: torch.Tensor, x: torch.Tensor, group: StepGroup, packed: _Packed, scale: float) -> None:
+    buffers = group.buffers(packed, x.dtype)
+    rows = group.take(x)
+    packed.shrink(buffers.h, rows if rows.stride(-1) == 1 else rows.contiguous())
+    buffers.keep_own()
+    if scale != 1.0:
+        buffers.h.mul_(scale)
+    for expand, delta, h in zip(packed.expands, buffers.delta_slices, buffers.h_slices, strict=True):
+        expand(delta, h)
+    if buffers.delta is not None:
+        group.add(y if packed.layout.out_size == y.shape[1] else y[:, : packed.layout.out_size], buffers.delta)
+        return
+    for delta, (start, stop) in zip(buffers.delta_slices, packed.layout.columns, strict=True):
+        group.add(y[:, start:stop], delta)

@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 16
 STEPS_MAX = 2_000
 
 
 class SteppedEngine:
-    """A vLLM engine for ``model`` whose steps run only when asked for; ``adapters`` are directories of LoRA adapters."""
+    """A vLLM engine for ``model`` that steps only when asked to; ``adapters`` are directories of LoRA adapters."""
 
-    def __init__(self, model: Path, adapters: Sequence[Path], *, chunk_tokens: int, sequences: int, eager: bool) -> None:
+    def __init__(
+        self, model: Path, adapters: Sequence[Path], *, chunk_tokens: int, sequences: int, eager: bool
+    ) -> None:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RuntimeError("set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported: steps are timed in-process")
+            raise RuntimeError(
+                "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported: steps are timed in-process"
+            )
         from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - reads the environment when imported
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
