@@ -249,7 +249,7 @@ async def test_queued_requests_outlive_admission() -> None:
 
 
 async def test_owned_work_leaves_the_request_context() -> None:
-    """Streams, releases and aborts do not run in a request's context: Serve cancels what runs in it with the request."""
+    """Streams, releases and aborts run outside the request's context: Serve cancels what runs in it."""
     marker: ContextVar[str | None] = ContextVar("marker", default=None)
     seen: dict[str, str | None] = {}
     async with run_house() as house:
