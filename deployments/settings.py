@@ -85,7 +85,11 @@ class AuthSettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """``max_body_bytes`` bounds a request body; ``pacer_tick_us`` is the pacer's resolution."""
+    """``max_body_bytes`` bounds a request body; ``pacer_tick_us`` is the pacer's resolution.
+
+    ``stream_timeout_us`` bounds a response from its grant to its end, and with it the drain of a replica.
+    ``max_unsent_bytes`` bounds what may wait for a client that reads slowly before it is cut.
+    """
 
     services: tuple[ServiceSettings, ...]
     base_name: str
@@ -94,6 +98,7 @@ class GatewaySettings:
     max_body_bytes: int = 8 * 1024 * 1024
     pacer_tick_us: int = 2_000
     stream_timeout_us: int = 600_000_000
+    max_unsent_bytes: int = 1024 * 1024
 
     def service(self, name: str) -> ServiceSettings | None:
         """The service called ``name``, the base model's promise for ``base_name``, or None."""

@@ -1,0 +1,1 @@
+"""Commands for developers: composing example data and training the committed adapters."""
