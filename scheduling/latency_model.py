@@ -11,9 +11,9 @@ execution mode (CUDA graph or eager). This module fits the same terms, none nega
   chunk on CPUs, and in decode batches on GPUs it follows tile sizes.
 - Errors are relative: a fit by absolute error serves the longest steps only.
 
-Old steps fade without being lost: the steps of one shape (a cell) are averaged over about :data:`~scheduling.step_fit.CELL_STEPS` of them,
-and cells fade with the steps since they were last seen. A level common to all cells follows a machine that becomes
-slower or faster as a whole. The cost of a step and the memory held do not grow with time.
+Old steps fade without being lost (:mod:`scheduling.step_fit`): steps of one shape, a cell, are averaged over about 32
+of them, and cells fade with the steps since they were last seen. A level common to all cells follows a machine that
+becomes slower or faster as a whole. The cost of a step and the memory held do not grow with time.
 Deadlines are checked against an upper quantile: the prediction times a quantile of the newest ratios of observed to
 predicted time. A model that has not seen enough steps of a kind predicts nothing.
 """
