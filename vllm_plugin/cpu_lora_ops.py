@@ -7,7 +7,7 @@ from (torch counts every in-place write), so weights that were loaded, replaced 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,6 @@ STRIDED_RESULTS_MAX = 16_384
 RANK_STEP = 32
 # An adapter with a larger weight, or one that is no number, is multiplied alone: 0 * inf would reach its neighbours.
 STACKABLE_WEIGHT_MAX = 2.0**20
-# Combinations of adapters remembered per layer; what they refer to is kept once per slot.
-COMBINATIONS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +49,9 @@ class _Packed:
     expands: tuple[Gemm, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a group is multiplied: with ``packed`` (masked if it holds several adapters), then each of ``alone``.
-
-    ``live``: the group's adapters that do anything in this layer, for groups that cannot be multiplied packed.
-    """
-
-    packed: _Packed | None
-    alone: tuple[int, ...]
-    live: tuple[int, ...]
+Mask = Callable[[torch.Tensor], torch.Tensor]
+# ``product(y, x, scale)`` adds one group's part.
+Product = Callable[[torch.Tensor, torch.Tensor, float], None]
 
 
 class _Buffers:
@@ -76,22 +67,19 @@ class _Buffers:
             self.delta_slices = [self.delta[:, start:stop] for start, stop in layout.columns]
         else:
             self.delta_slices = [torch.empty(count, stop - start, dtype=dtype) for start, stop in layout.columns]
-        self.mask: torch.Tensor | None = None
-        self.mask_out: torch.Tensor | None = None
-        if len(set(layout.column_slots) - {NO_ADAPTER}) > 1:
-            own = torch.tensor(slots)[:, None] == torch.tensor(layout.column_slots)[None, :]
-            # float16 overflows at 65504, and 0 * inf is no zero; the others cannot, see STACKABLE_WEIGHT_MAX.
-            if dtype == torch.float16:
-                self.mask_out = ~own
-            else:
-                self.mask = own.to(dtype)
+        self.mask = _mask(slots, layout.column_slots, dtype)
 
-    def keep_own(self) -> None:
-        """Zero the entries of ``h`` whose column belongs to another adapter than the row's."""
-        if self.mask is not None:
-            self.h.mul_(self.mask)
-        elif self.mask_out is not None:
-            self.h.masked_fill_(self.mask_out, 0)
+
+def _mask(slots: tuple[int, ...], column_slots: tuple[int, ...], dtype: torch.dtype) -> Mask | None:
+    """Zeroes, in a shrink's result, the columns of other adapters than the row's; None for a single adapter."""
+    if len(set(column_slots) - {NO_ADAPTER}) < 2:
+        return None
+    own = torch.tensor(slots)[:, None] == torch.tensor(column_slots)[None, :]
+    if dtype == torch.float16:  # it overflows at 65504, and 0 * inf is no zero; for the others see STACKABLE_WEIGHT_MAX
+        others = ~own
+        return lambda h: h.masked_fill_(others, 0)
+    factors = own.to(dtype)
+    return lambda h: h.mul_(factors)
 
 
 class StepGroup:
@@ -106,12 +94,14 @@ class StepGroup:
         bare = [position for position, slot in enumerate(group.slots) if slot == NO_ADAPTER]
         self.bare = torch.tensor(bare) if bare else None
         self._buffers: dict[tuple[int, torch.dtype], _Buffers] = {}
+        # What each layer does with this group, bound once, and the weights' version it holds for.
+        self.products: dict[AdapterStack, tuple[int, Product]] = {}
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The group's rows of ``x``: a view where they lie together, else a copy."""
         if self.index is not None:
             return x.index_select(0, self.index)
-        return x if self.count == x.shape[0] else x[self.start : self.start + self.count]
+        return x if x.shape[0] == self.count else x[self.start : self.start + self.count]
 
     def add(self, y: torch.Tensor, delta: torch.Tensor) -> None:
         """Add ``delta`` (count, columns) to the group's rows of ``y``; rows without an adapter stay bit for bit."""
@@ -153,7 +143,6 @@ class AdapterStack:
         self._strided_rows = STRIDED_RESULTS_MAX // max(out_sizes)
         self._version = -1
         self._packed: dict[tuple[tuple[int, ...], bool], _Packed] = {}
-        self._plans: dict[tuple[tuple[int, ...], bool], _Plan] = {}
         self._ranks: list[list[int]] = []
         self._live: frozenset[int] = frozenset()
         self._stackable: tuple[int, ...] = ()
@@ -172,35 +161,44 @@ class AdapterStack:
         version = sum([tensor._version for tensor in self.tensors])  # versions only grow, so their sum tells as well
         if version != self._version:
             self._refresh(version)
+        plain = x.dtype is not self.dtype or y.dtype is not self.dtype
+        if not x.is_contiguous():
+            x = x.contiguous()
         for group in groups:
-            key = (group.adapters, group.count <= self._strided_rows)
-            plan = self._plans.get(key)
-            if plan is None:
-                if len(self._plans) >= COMBINATIONS_MAX:
-                    self._plans.clear()
-                plan = self._plans[key] = self._plan(*key)
-            if plan.packed is not None and x.dtype == y.dtype == self.dtype:
-                _add_packed(y, x, group, plan.packed, scale)
-            alone = plan.alone if x.dtype == y.dtype == self.dtype else plan.live
-            for slot in alone:
-                self._add_plain(y, x, group.rows_of(slot), slot, scale)
+            if plain:
+                self._add_plain(y, x, group, group.adapters, scale)
+                continue
+            bound = group.products.get(self)
+            if bound is None or bound[0] != version:
+                bound = group.products[self] = (version, self._bind(group))
+            bound[1](y, x, scale)
 
-    def _plan(self, adapters: tuple[int, ...], strided: bool) -> _Plan:
-        """How rows that use ``adapters`` are multiplied. Packing is done here, on first use of the combination."""
-        live = tuple(slot for slot in adapters if slot in self._live)
-        together = live if len(adapters) == 1 else self._stackable
+    def _bind(self, group: StepGroup) -> Product:
+        """How ``group`` is multiplied in this layer; packs its adapters on first use."""
+        live = tuple(slot for slot in group.adapters if slot in self._live)
+        together = live if len(group.adapters) == 1 else self._stackable
         alone = tuple(slot for slot in live if slot not in together)
+        if not live:
+            return _add_nothing
         if len(alone) == len(live):
-            return _Plan(None, alone, live)
+            return lambda y, x, scale: self._add_plain(y, x, group, alone, scale)
+        strided = group.count <= self._strided_rows
         packed = self._packed.get((together, strided))
         if packed is None:
             packed = self._packed[together, strided] = self._pack(together, strided)
-        return _Plan(packed, alone, live)
+        product = _packed_product(group, packed, group.buffers(packed, self.dtype))
+        if not alone:
+            return product
+
+        def both(y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+            product(y, x, scale)
+            self._add_plain(y, x, group, alone, scale)
+
+        return both
 
     def _refresh(self, version: int) -> None:
         """Drop the packed copies and find out what is in the slots now."""
         self._packed.clear()
-        self._plans.clear()
         self._ranks = []
         alone: set[int] = set()
         for a, b in zip(self.a, self.b, strict=True):
@@ -245,29 +243,44 @@ class AdapterStack:
             tuple(strided_gemm(expand) if strided else contiguous_gemm(expand) for expand in expands),
         )
 
-    def _add_plain(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, slot: int, scale: float) -> None:
-        """The product of one adapter without packed copies, as exact as vLLM's own: shrink in float32."""
-        x_rows = x.index_select(0, rows).float()
-        start = 0
-        for a, b, ranks, out_size in zip(self.a, self.b, self._ranks, self.out_sizes, strict=True):
-            if rank := ranks[slot]:
-                h = (x_rows @ a[slot, 0, :rank].float().t()).mul_(scale).to(y.dtype)
-                delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
-                y[:, start : start + out_size].index_add_(0, rows, delta)
-            start += out_size
+    def _add_plain(
+        self, y: torch.Tensor, x: torch.Tensor, group: StepGroup, slots: Sequence[int], scale: float
+    ) -> None:
+        """The product of each adapter of ``slots`` without packed copies, exact as vLLM's own: shrink in float32."""
+        for slot in slots:
+            rows = group.rows_of(slot)
+            x_rows = x.index_select(0, rows).float()
+            start = 0
+            for a, b, ranks, out_size in zip(self.a, self.b, self._ranks, self.out_sizes, strict=True):
+                if rank := ranks[slot]:
+                    h = (x_rows @ a[slot, 0, :rank].float().t()).mul_(scale).to(y.dtype)
+                    delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
+                    y[:, start : start + out_size].index_add_(0, rows, delta)
+                start += out_size
 
 
-def _add_packed(y: torch.Tensor, x: torch.Tensor, group: StepGroup, packed: _Packed, scale: float) -> None:
-    buffers = group.buffers(packed, x.dtype)
-    rows = group.take(x)
-    packed.shrink(buffers.h, rows if rows.stride(-1) == 1 else rows.contiguous())
-    buffers.keep_own()
-    if scale != 1.0:
-        buffers.h.mul_(scale)
-    for expand, delta, h in zip(packed.expands, buffers.delta_slices, buffers.h_slices, strict=True):
-        expand(delta, h)
-    if buffers.delta is not None:
-        group.add(y if packed.layout.out_size == y.shape[1] else y[:, : packed.layout.out_size], buffers.delta)
-        return
-    for delta, (start, stop) in zip(buffers.delta_slices, packed.layout.columns, strict=True):
-        group.add(y[:, start:stop], delta)
+def _add_nothing(y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+    """No adapter of the group touches this layer."""
+
+
+def _packed_product(group: StepGroup, packed: _Packed, buffers: _Buffers) -> Product:
+    """The product with ``packed``, everything looked up beforehand: it runs a hundred times per step."""
+    shrink, h, mask, delta = packed.shrink, buffers.h, buffers.mask, buffers.delta
+    expands = tuple(zip(packed.expands, buffers.delta_slices, buffers.h_slices, strict=True))
+    out_size, columns = packed.layout.out_size, packed.layout.columns
+
+    def product(y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        shrink(h, group.take(x))
+        if mask is not None:
+            mask(h)
+        if scale != 1.0:
+            h.mul_(scale)
+        for expand, delta_slice, h_slice in expands:
+            expand(delta_slice, h_slice)
+        if delta is not None:
+            group.add(y if y.shape[1] == out_size else y[:, :out_size], delta)
+            return
+        for (_, delta_slice, _), (start, stop) in zip(expands, columns, strict=True):
+            group.add(y[:, start:stop], delta_slice)
+
+    return product
