@@ -138,9 +138,10 @@ class Supervisor:
         self._run_directory = run_directory
         self._stop_asked = 0
         self._stop_begun = 0.0
+        self._forced = False
 
     def run(self) -> int:
-        """Run until the driver ends; return 0 when it was asked to, 1 otherwise."""
+        """Run until the driver ends; return 0 when it was asked to and needed no force, 1 otherwise."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -160,7 +161,7 @@ class Supervisor:
             left = end_descendants()
         if left:
             print(f"halo serve: ended {left} processes that did not end by themselves", file=sys.stderr)
-        return 0 if self._stop_asked and driver.returncode == 0 else 1
+        return 0 if self._stop_asked and not self._forced else 1
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stop_asked += 1
@@ -176,11 +177,15 @@ class Supervisor:
                     self._stop_begun = time.monotonic()
                     driver.send_signal(signal.SIGINT)
                 else:
-                    driver.kill()
+                    self._force(driver)
             elif told and time.monotonic() - self._stop_begun > STOP_GRACE_S:
                 print(f"halo serve: not stopped after {STOP_GRACE_S:.0f} s, ending it", file=sys.stderr, flush=True)
-                driver.kill()
-                driver.wait()
+                self._force(driver)
+
+    def _force(self, driver: subprocess.Popen[bytes]) -> None:
+        self._forced = True
+        driver.kill()
+        driver.wait()
 
 
 def end_descendants() -> int:

@@ -38,11 +38,21 @@ class DueDecodes:
     """The decodes of a step, from ``keyed``, as :func:`scheduling.halo_paper.by_deadline` sorts them.
 
     ``limit_us`` is the step limit T*: until the earliest deadline of those that can still be met, less the margin, and
-    at most :data:`STEP_MAX_US`. ``urgent`` must run in this step and ``rest`` may; both are sorted by deadline.
+    at most :data:`STEP_MAX_US`. ``without_slot`` are decodes whose adapters have no slot in this step; they shorten it
+    so that the next one is in time for them. ``urgent`` must run in this step and ``rest`` may, both by deadline.
     ``time_us`` gives the time of a decode-only step from the number of decodes and their summed context.
     """
 
-    def __init__(self, keyed: list[Keyed], now_us: int, time_us: DecodeTime, margin_us: int, tbt_min_us: int) -> None:
+    def __init__(
+        self,
+        keyed: Sequence[Keyed],
+        now_us: int,
+        time_us: DecodeTime,
+        margin_us: int,
+        tbt_min_us: int,
+        *,
+        without_slot: Sequence[Keyed] = (),
+    ) -> None:
         self._now_us = now_us
         self._time_us = time_us
         self._keyed = keyed
@@ -51,7 +61,17 @@ class DueDecodes:
         self._lost = self._due_before(now_us + one_us)
         slack_us = self._keyed[self._lost][0] - now_us if self._lost < len(keyed) else STEP_MAX_US + margin_us
         self.limit_us = max(min(slack_us - margin_us, STEP_MAX_US), one_us)
+        if without_slot:
+            self._leave_time_for(without_slot, one_us, margin_us)
         self.urgent, self.rest = self._choose(tbt_min_us)
+
+    def _leave_time_for(self, without_slot: Sequence[Keyed], one_us: int, margin_us: int) -> None:
+        """End in time for the next step to serve decodes whose adapters have no slot in this one, if that can be."""
+        next_us = ceil(self._time_of([entry[3] for entry in without_slot]))
+        savable = bisect_left(without_slot, (self._now_us + one_us + next_us,))
+        if savable < len(without_slot):
+            slack_us = without_slot[savable][0] - self._now_us - next_us - margin_us
+            self.limit_us = max(min(self.limit_us, slack_us), one_us)
 
     def _due_before(self, instant_us: int) -> int:
         """Number of decodes with a deadline before ``instant_us``."""

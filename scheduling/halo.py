@@ -90,16 +90,17 @@ class Halo:
     def _fill(self, view: View, slots: AdapterSlots) -> StepPlan:
         decodes, prefills = split(view.running)
         room = Room(view, view.limits.step_tokens, slots)
-        keyed, refused = by_deadline(decodes), []
+        keyed, without_slot = by_deadline(decodes), []
         if slots.too_few_for(decodes):
-            # Slots are shared out by urgency before time is: who cannot run must not decide how long the step may take.
-            refused = [entry[3] for entry in keyed if not slots.take(entry[3].adapter)]
+            without_slot = [entry for entry in keyed if not slots.take(entry[3].adapter)]
             keyed = [entry for entry in keyed if slots.take(entry[3].adapter)]
         tbt_min_us = self._strictest.us
         margin_us = MARGIN_PCT * tbt_min_us // 100 if self._margin_us is None else self._margin_us
-        due = DueDecodes(keyed, view.now_us, self.model.decode_bound_us, margin_us, tbt_min_us)
+        due = DueDecodes(
+            keyed, view.now_us, self.model.decode_bound_us, margin_us, tbt_min_us, without_slot=without_slot
+        )
         step = _Step(self.model, room, due.limit_us)
-        refused += step.decode(due.urgent)
+        refused = [entry[3] for entry in without_slot] + step.decode(due.urgent)
         rest = due.rest
         if rest and _kv_is_scarce(view):
             refused, rest = refused + step.decode_more(rest), []
@@ -109,7 +110,7 @@ class Halo:
             refused += step.decode_more(rest)
         if refused and room.tokens > 0:
             slots.open_kept()
-            room.decode(refused)
+            step.decode_more(refused)
         return room.plan(view.waiting)
 
     def _give_prompts(self, view: View, prefills: list[RequestState], step: _Step) -> None:

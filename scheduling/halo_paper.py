@@ -10,8 +10,8 @@ Per step, with a fixed batch B that bounds decodes plus prompt tokens:
 Left open by the paper and chosen here:
 
 - "Would miss if it sat this step out": its slack is less than this step and the next. Step times are not modelled; the
-  estimate follows observed steps, apart for steps with and without prompt tokens, up at once and down by an eighth of
-  the difference. Before any step was seen, the strictest TBT stands in, which B is chosen to meet.
+  estimate is the longest of the newest :data:`STEPS` steps that carried prompt tokens, or until there are such,
+  of those that did not. Before any step was seen, the strictest TBT stands in, which B is chosen to meet.
 - The strictest TBT is that of any service (``tbt_min_us``) or, without it, the strictest seen so far.
 - EDF covers unfinished prompts and waiting ones together. Waiting requests queue behind the first that lacks capacity
   or KV blocks; one that lacks an adapter slot is passed over.
@@ -28,6 +28,9 @@ from scheduling.capacity import CapacityMeter, StrictestTbt
 from scheduling.policy import StepPlan, StepRecord, View
 from scheduling.request import RequestState
 from scheduling.room import Room, split
+from scheduling.sliding_quantile import SlidingQuantile
+
+STEPS = 64
 
 _tbt = attrgetter("tbt_us")
 Keyed = tuple[int, int, str, RequestState]
@@ -56,8 +59,8 @@ class HaloPaper:
     def __init__(self, *, batch: int, tbt_min_us: int | None = None) -> None:
         self.batch = batch
         self._strictest = StrictestTbt(tbt_min_us)
-        self._mixed_us: int | None = None
-        self._decode_us: int | None = None
+        self._mixed_us = SlidingQuantile(1.0, STEPS)
+        self._decode_us = SlidingQuantile(1.0, STEPS)
         self._rotation = AdapterRotation()
 
     def plan(self, view: View) -> StepPlan:
@@ -112,20 +115,14 @@ class HaloPaper:
 
     def _step_us(self) -> int:
         """Estimate of the duration of a step that carries prompt tokens."""
-        return self._mixed_us or self._decode_us or self._strictest.us
+        return int(self._mixed_us.value() or self._decode_us.value() or self._strictest.us)
 
     def observe(self, record: StepRecord) -> None:
         """Follow the duration of steps with and without prompt tokens."""
         if record.prefill_tokens:
-            self._mixed_us = _follow(self._mixed_us, record.duration_us)
+            self._mixed_us.push(record.duration_us)
         elif record.decode_tokens:
-            self._decode_us = _follow(self._decode_us, record.duration_us)
+            self._decode_us.push(record.duration_us)
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept about single requests."""
-
-
-def _follow(estimate_us: int | None, observed_us: int) -> int:
-    if estimate_us is None or observed_us >= estimate_us:
-        return observed_us
-    return estimate_us - (estimate_us - observed_us) // 8

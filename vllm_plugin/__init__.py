@@ -10,9 +10,16 @@ def register() -> None:
     from vllm_plugin import status  # noqa: PLC0415
 
     status.install("cpu_lora", _install_cpu_lora)
+    status.install("cpu_seeds", _install_cpu_seeds)
 
 
 def _install_cpu_lora() -> str:
     from vllm_plugin.cpu_lora import install_cpu_lora  # noqa: PLC0415
 
     return install_cpu_lora()
+
+
+def _install_cpu_seeds() -> str:
+    from vllm_plugin.cpu_seeds import install_cpu_seeds  # noqa: PLC0415
+
+    return install_cpu_seeds()

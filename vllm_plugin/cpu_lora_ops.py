@@ -1,83 +1,111 @@
 """The arithmetic of LoRA on a CPU: packed copies of a layer's adapters, and products of row groups with them.
 
-A layer's adapters live in vLLM's stacked tensors, A ``(slots, 1, rank, in)`` and B ``(slots, 1, out, rank)`` per
-slice. `AdapterStack` keeps oneDNN-packed copies of what is not zero in them. A copy is valid only for the tensor
-versions it was made from (torch counts every in-place write), so weights that were loaded, replaced or reset are
-never served stale.
+A layer's adapters live in vLLM's stacked tensors, A ``(slots, 1, rank, in)`` and B ``(slots, 1, out, rank)`` per slice.
+`AdapterStack` keeps packed copies of what is not zero in them. A copy is valid only for the tensor versions it was made
+from (torch counts every in-place write), so weights that were loaded, replaced or reset are never served stale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from vllm import _custom_ops as vllm_ops
 
 from partition.cpu_paths import NO_ADAPTER, RowGroup
+from vllm_plugin.cpu_gemm import Gemm, can_be_strided, contiguous_gemm, strided_gemm
 
-# Up to this many rows one product with a block-diagonal B beats one product per slice (docs/measurements/lora-cpu.md).
-DIAGONAL_ROWS_MAX = 32
-# Ranks are packed in multiples of this; oneDNN pads to at least as much anyway.
-RANK_STEP = 8
+# Up to this many results (rows x columns of the widest slice) the kernel with strided output and one addition is
+# faster, above it one product and one addition per slice (docs/measurements/lora-cpu.md).
+STRIDED_RESULTS_MAX = 16_384
+# The ranks of a slice are padded with zeros to a multiple of this: the strided kernel needs it, others lose nothing.
+RANK_STEP = 32
 # An adapter with a larger weight, or one that is no number, is multiplied alone: 0 * inf would reach its neighbours.
 STACKABLE_WEIGHT_MAX = 2.0**20
-# oneDNN keeps this many row counts per packed weight ready; vLLM uses the same number for the base layers.
-ROW_COUNTS_CACHED = 32
+# Combinations of adapters remembered per layer; what they refer to is kept once per slot.
+COMBINATIONS_MAX = 1024
 
 
-class PackedWeight:
-    """One weight ``(out, in)`` in oneDNN's blocked layout, or as it is where vLLM has no oneDNN."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the columns of a packed shrink mean; equal for all layers of one shape with the same adapters.
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.out_size = weight.shape[0]
-        self._weight: torch.Tensor | None = None
-        # The handler owns the packed copy and frees it with this object.
-        self._handler = _onednn_handler(weight)
-        if self._handler is None:
-            self._weight = weight.contiguous()
+    ``column_slots``: the adapter slot of each column (`NO_ADAPTER`: padding). ``ranks`` and ``columns``: for each slice
+    that an adapter touches, its range among those columns and its range among the output's columns.
+    """
+
+    column_slots: tuple[int, ...]
+    ranks: tuple[tuple[int, int], ...]
+    columns: tuple[tuple[int, int], ...]
+    out_size: int
+    strided: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Adapters of one layer side by side: one shrink for all slices, an expand per slice."""
+
+    layout: _Layout
+    layout_key: int
+    shrink: Gemm
+    expands: tuple[Gemm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a group is multiplied: with ``packed`` (masked if it holds several adapters), then each of ``alone``.
+
+    ``live``: the group's adapters that do anything in this layer, for groups that cannot be multiplied packed.
+    """
+
+    packed: _Packed | None
+    alone: tuple[int, ...]
+    live: tuple[int, ...]
+
+
+class _Buffers:
+    """Intermediate results of one group for one layout; layers run one after the other and share them."""
+
+    def __init__(self, count: int, layout: _Layout, dtype: torch.dtype, slots: tuple[int, ...]) -> None:
+        self.h = torch.empty(count, len(layout.column_slots), dtype=dtype)
+        self.h_slices = [self.h[:, start:stop] for start, stop in layout.ranks]
+        self.delta: torch.Tensor | None = None
+        if layout.strided:
+            # Zero once: columns of slices that no adapter touches are never written.
+            self.delta = torch.zeros(count, layout.out_size, dtype=dtype)
+            self.delta_slices = [self.delta[:, start:stop] for start, stop in layout.columns]
         else:
-            self._handler_tensor = self._handler.handler_tensor
-            self._onednn_mm = torch.ops._C.onednn_mm.default
+            self.delta_slices = [torch.empty(count, stop - start, dtype=dtype) for start, stop in layout.columns]
+        self.mask: torch.Tensor | None = None
+        self.mask_out: torch.Tensor | None = None
+        if len(set(layout.column_slots) - {NO_ADAPTER}) > 1:
+            own = torch.tensor(slots)[:, None] == torch.tensor(layout.column_slots)[None, :]
+            # float16 overflows at 65504, and 0 * inf is no zero; the others cannot, see STACKABLE_WEIGHT_MAX.
+            if dtype == torch.float16:
+                self.mask_out = ~own
+            else:
+                self.mask = own.to(dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` for ``x`` (rows, in) with adjacent columns, accumulated in float32, in ``x``'s dtype."""
-        if self._weight is not None:
-            return torch.nn.functional.linear(x, self._weight)
-        out = torch.empty((x.shape[0], self.out_size), dtype=x.dtype)
-        self._onednn_mm(out, x, None, self._handler_tensor)
-        return out
-
-
-def _onednn_handler(weight: torch.Tensor) -> Any | None:
-    """vLLM's handler of ``weight`` packed by oneDNN; None where oneDNN cannot do this dtype on this CPU."""
-    if not vllm_ops._supports_onednn:
-        return None
-    try:
-        return vllm_ops.create_onednn_mm(weight.t(), ROW_COUNTS_CACHED)
-    except RuntimeError:  # float16 on a CPU without its instructions; vLLM's own layers fall back the same way
-        return None
+    def keep_own(self) -> None:
+        """Zero the entries of ``h`` whose column belongs to another adapter than the row's."""
+        if self.mask is not None:
+            self.h.mul_(self.mask)
+        elif self.mask_out is not None:
+            self.h.masked_fill_(self.mask_out, 0)
 
 
 class StepGroup:
-    """A `RowGroup` with the index tensors its products need, made once per step and shared by all layers."""
+    """A `RowGroup` with the tensors its products need, made once per step and shared by all layers."""
 
     def __init__(self, group: RowGroup) -> None:
         self.adapters = group.adapters
         self.count = len(group.rows)
         self.start = group.rows[0]
-        self._slots = group.slots
+        self.slots = group.slots
         self.index = None if group.contiguous else torch.tensor(group.rows)
         bare = [position for position, slot in enumerate(group.slots) if slot == NO_ADAPTER]
         self.bare = torch.tensor(bare) if bare else None
-        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """The adapter slot of each row, int64."""
-        return torch.tensor(self._slots)
+        self._buffers: dict[tuple[int, torch.dtype], _Buffers] = {}
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The group's rows of ``x``: a view where they lie together, else a copy."""
@@ -94,57 +122,22 @@ class StepGroup:
         else:
             self.take(y).add_(delta)
 
-    def mask(self, h: torch.Tensor, column_slots: tuple[int, ...]) -> None:
-        """Zero the entries of ``h`` (count, columns) whose column belongs to another adapter than the row's."""
-        mask = self._masks.get(column_slots)
-        if mask is None:
-            mask = self.slots[:, None] == torch.tensor(column_slots)[None, :]
-            # float16 overflows at 65504, and 0 * inf is no zero; bfloat16 and float32 cannot, see STACKABLE_WEIGHT_MAX.
-            mask = ~mask if h.dtype == torch.float16 else mask.to(h.dtype)
-            self._masks[column_slots] = mask
-        if mask.dtype == torch.bool:
-            h.masked_fill_(mask, 0)
-        else:
-            h.mul_(mask)
+    def buffers(self, packed: _Packed, dtype: torch.dtype) -> _Buffers:
+        """The group's buffers for products with ``packed``."""
+        key = (packed.layout_key, dtype)
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            buffers = self._buffers[key] = _Buffers(self.count, packed.layout, dtype, self.slots)
+        return buffers
 
     def rows_of(self, slot: int) -> torch.Tensor:
         """Row numbers (in the step) of the group's rows that use ``slot``."""
-        rows = (self.slots == slot).nonzero().flatten()
+        rows = torch.tensor([position for position, own in enumerate(self.slots) if own == slot])
         return rows + self.start if self.index is None else self.index[rows]
 
 
-@dataclass(slots=True)
-class _Packed:
-    """Adapters ``slots`` of one layer side by side: one shrink for all slices, an expand per slice or one for all."""
-
-    column_slots: tuple[int, ...]
-    shrink: PackedWeight
-    widths: tuple[int, ...]
-    expands: tuple[torch.Tensor | None, ...]
-    spans: tuple[tuple[int, int], ...]
-    _per_slice: list[PackedWeight | None] = field(default_factory=list)
-    _diagonal: PackedWeight | None = None
-
-    def diagonal(self) -> PackedWeight:
-        """B of all slices as one block-diagonal weight."""
-        if self._diagonal is None:
-            blocks = [
-                b if b is not None else self.shrink_zeros(stop - start)
-                for b, (start, stop) in zip(self.expands, self.spans, strict=True)
-            ]
-            self._diagonal = PackedWeight(torch.block_diag(*blocks))
-        return self._diagonal
-
-    def shrink_zeros(self, rows: int) -> torch.Tensor:
-        """B of a slice that no adapter touches: ``rows`` outputs, no rank."""
-        dtype = next(b.dtype for b in self.expands if b is not None)
-        return torch.zeros(rows, 0, dtype=dtype)
-
-    def per_slice(self) -> list[PackedWeight | None]:
-        """B of each slice; None where no adapter touches the slice."""
-        if not self._per_slice:
-            self._per_slice.extend(None if b is None else PackedWeight(b) for b in self.expands)
-        return self._per_slice
+# Layouts are compared on every call; numbering them once makes that an integer comparison. A few per model.
+_layout_keys: dict[_Layout, int] = {}
 
 
 class AdapterStack:
@@ -157,12 +150,13 @@ class AdapterStack:
         self.a, self.b, self.out_sizes = tuple(a), tuple(b), out_sizes
         self.tensors = (*self.a, *self.b)
         self.dtype = self.a[0].dtype
-        self._versions: tuple[int, ...] | None = None
-        self._packed: dict[tuple[int, ...], _Packed] = {}
+        self._strided_rows = STRIDED_RESULTS_MAX // max(out_sizes)
+        self._version = -1
+        self._packed: dict[tuple[tuple[int, ...], bool], _Packed] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], _Plan] = {}
         self._ranks: list[list[int]] = []
-        self._stackable: tuple[int, ...] = ()
-        self._alone: frozenset[int] = frozenset()
         self._live: frozenset[int] = frozenset()
+        self._stackable: tuple[int, ...] = ()
 
     def serves(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], out_sizes: tuple[int, ...]) -> bool:
         """Whether this stack was made for exactly these tensors."""
@@ -175,87 +169,81 @@ class AdapterStack:
 
     def add_product(self, y: torch.Tensor, x: torch.Tensor, groups: Sequence[StepGroup], scale: float) -> None:
         """``y[row] += scale * B A x[row]`` with the adapter of each row; ``x`` (rows, in), ``y`` (rows, out)."""
-        self._refresh()
+        version = sum([tensor._version for tensor in self.tensors])  # versions only grow, so their sum tells as well
+        if version != self._version:
+            self._refresh(version)
         for group in groups:
-            live = [slot for slot in group.adapters if slot in self._live]
-            if not live:
-                continue
-            if x.dtype != self.dtype or y.dtype != self.dtype:
-                stacked, alone = [], live
-            elif len(group.adapters) == 1:
-                self._add_packed(y, x, group, (live[0],), scale)
-                continue
-            else:
-                stacked = [slot for slot in live if slot not in self._alone]
-                alone = [slot for slot in live if slot in self._alone]
-            if stacked:
-                self._add_packed(y, x, group, self._stackable, scale)
+            key = (group.adapters, group.count <= self._strided_rows)
+            plan = self._plans.get(key)
+            if plan is None:
+                if len(self._plans) >= COMBINATIONS_MAX:
+                    self._plans.clear()
+                plan = self._plans[key] = self._plan(*key)
+            if plan.packed is not None and x.dtype == y.dtype == self.dtype:
+                _add_packed(y, x, group, plan.packed, scale)
+            alone = plan.alone if x.dtype == y.dtype == self.dtype else plan.live
             for slot in alone:
                 self._add_plain(y, x, group.rows_of(slot), slot, scale)
 
-    def _refresh(self) -> None:
-        """Drop the packed copies if any weight was written since they were made."""
-        versions = tuple([tensor._version for tensor in self.tensors])
-        if versions == self._versions:
-            return
+    def _plan(self, adapters: tuple[int, ...], strided: bool) -> _Plan:
+        """How rows that use ``adapters`` are multiplied. Packing is done here, on first use of the combination."""
+        live = tuple(slot for slot in adapters if slot in self._live)
+        together = live if len(adapters) == 1 else self._stackable
+        alone = tuple(slot for slot in live if slot not in together)
+        if len(alone) == len(live):
+            return _Plan(None, alone, live)
+        packed = self._packed.get((together, strided))
+        if packed is None:
+            packed = self._packed[together, strided] = self._pack(together, strided)
+        return _Plan(packed, alone, live)
+
+    def _refresh(self, version: int) -> None:
+        """Drop the packed copies and find out what is in the slots now."""
         self._packed.clear()
+        self._plans.clear()
         self._ranks = []
         alone: set[int] = set()
         for a, b in zip(self.a, self.b, strict=True):
             a_max, b_max = a[:, 0].abs().amax(-1).float(), b[:, 0].abs().amax(1).float()
             used = (a_max != 0) & (b_max != 0)
-            positions = torch.arange(1, used.shape[1] + 1)
-            ranks = (used * positions).amax(1).tolist()
-            self._ranks.append([min(-(-rank // RANK_STEP) * RANK_STEP, used.shape[1]) for rank in ranks])
+            self._ranks.append((used * torch.arange(1, used.shape[1] + 1)).amax(1).tolist())
             fits = (a_max <= STACKABLE_WEIGHT_MAX).all(1) & (b_max <= STACKABLE_WEIGHT_MAX).all(1)
             alone.update(slot for slot, fit in enumerate(fits.tolist()) if not fit)
         slots = range(self.a[0].shape[0])
         self._live = frozenset(slot for slot in slots if any(ranks[slot] for ranks in self._ranks))
-        self._alone = frozenset(alone)
-        self._stackable = tuple(slot for slot in slots if slot in self._live and slot not in self._alone)
-        self._versions = versions
+        self._stackable = tuple(slot for slot in slots if slot in self._live and slot not in alone)
+        self._version = version
 
-    def _pack(self, slots: tuple[int, ...]) -> _Packed:
-        packed = self._packed.get(slots)
-        if packed is not None:
-            return packed
-        columns: list[int] = []
+    def _pack(self, slots: tuple[int, ...], strided: bool) -> _Packed:
         shrinks: list[torch.Tensor] = []
-        widths: list[int] = []
-        expands: list[torch.Tensor | None] = []
-        spans: list[tuple[int, int]] = []
+        expands: list[torch.Tensor] = []
+        column_slots: list[int] = []
+        rank_spans: list[tuple[int, int]] = []
+        column_spans: list[tuple[int, int]] = []
         offset = 0
         for a, b, ranks, out_size in zip(self.a, self.b, self._ranks, self.out_sizes, strict=True):
             parts = [(slot, ranks[slot]) for slot in slots if ranks[slot]]
-            shrinks.extend(a[slot, 0, :rank] for slot, rank in parts)
-            columns.extend(slot for slot, rank in parts for _ in range(rank))
-            widths.append(sum(rank for _, rank in parts))
-            expands.append(torch.cat([b[slot, 0, :out_size, :rank] for slot, rank in parts], 1) if parts else None)
-            spans.append((offset, offset + out_size))
+            if parts:
+                padding = -sum(rank for _, rank in parts) % RANK_STEP
+                start = len(column_slots)
+                column_slots.extend(slot for slot, rank in parts for _ in range(rank))
+                column_slots.extend([NO_ADAPTER] * padding)
+                rank_spans.append((start, len(column_slots)))
+                column_spans.append((offset, offset + out_size))
+                shrinks.extend(a[slot, 0, :rank] for slot, rank in parts)
+                shrinks.append(a.new_zeros(padding, a.shape[-1]))
+                side_by_side = [b[slot, 0, :out_size, :rank] for slot, rank in parts]
+                expands.append(torch.cat([*side_by_side, b.new_zeros(out_size, padding)], 1))
             offset += out_size
-        packed = _Packed(tuple(columns), PackedWeight(torch.cat(shrinks)), tuple(widths), tuple(expands), tuple(spans))
-        self._packed[slots] = packed
-        return packed
-
-    def _add_packed(
-        self, y: torch.Tensor, x: torch.Tensor, group: StepGroup, slots: tuple[int, ...], scale: float
-    ) -> None:
-        packed = self._pack(slots)
-        rows = group.take(x)
-        h = packed.shrink(rows if rows.stride(-1) == 1 else rows.contiguous())
-        if len(slots) > 1:
-            group.mask(h, packed.column_slots)
-        if scale != 1.0:
-            h.mul_(scale)
-        if group.count <= DIAGONAL_ROWS_MAX or len(self.out_sizes) == 1:
-            columns = packed.spans[-1][1]
-            group.add(y if columns == y.shape[1] else y[:, :columns], packed.diagonal()(h))
-            return
-        taken = 0
-        for expand, width, (start, stop) in zip(packed.per_slice(), packed.widths, packed.spans, strict=True):
-            if expand is not None:
-                group.add(y[:, start:stop], expand(h[:, taken : taken + width]))
-                taken += width
+        strided = strided and all(can_be_strided(expand) for expand in expands)
+        layout = _Layout(tuple(column_slots), tuple(rank_spans), tuple(column_spans), offset, strided)
+        shrink = torch.cat(shrinks)
+        return _Packed(
+            layout,
+            _layout_keys.setdefault(layout, len(_layout_keys)),
+            strided_gemm(shrink) if can_be_strided(shrink) else contiguous_gemm(shrink),
+            tuple(strided_gemm(expand) if strided else contiguous_gemm(expand) for expand in expands),
+        )
 
     def _add_plain(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, slot: int, scale: float) -> None:
         """The product of one adapter without packed copies, as exact as vLLM's own: shrink in float32."""
@@ -267,3 +255,19 @@ class AdapterStack:
                 delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
                 y[:, start : start + out_size].index_add_(0, rows, delta)
             start += out_size
+
+
+def _add_packed(y: torch.Tensor, x: torch.Tensor, group: StepGroup, packed: _Packed, scale: float) -> None:
+    buffers = group.buffers(packed, x.dtype)
+    rows = group.take(x)
+    packed.shrink(buffers.h, rows if rows.stride(-1) == 1 else rows.contiguous())
+    buffers.keep_own()
+    if scale != 1.0:
+        buffers.h.mul_(scale)
+    for expand, delta, h in zip(packed.expands, buffers.delta_slices, buffers.h_slices, strict=True):
+        expand(delta, h)
+    if buffers.delta is not None:
+        group.add(y if packed.layout.out_size == y.shape[1] else y[:, : packed.layout.out_size], buffers.delta)
+        return
+    for delta, (start, stop) in zip(buffers.delta_slices, packed.layout.columns, strict=True):
+        group.add(y[:, start:stop], delta)

@@ -81,6 +81,7 @@ class StepHost:
         self._coming: list[RequestState] = []
         self._waiting: list[RequestState] = []
         self._running: list[RequestState] = []
+        self._kv_blocks_used = 0
 
     def submit(self, *states: RequestState) -> None:
         """Let requests arrive at their arrival time."""
@@ -91,13 +92,13 @@ class StepHost:
     def place(self, state: RequestState) -> None:
         """Put a request that already runs into the engine as it is, its KV blocks counted."""
         self.lives[state.request_id] = Life(state)
-        state.kv_blocks = self._blocks(state.computed_tokens)
+        self._hold(state, self._blocks(state.computed_tokens))
         self._running.append(state)
 
     @property
     def kv_blocks_free(self) -> int:
         """KV blocks nobody holds."""
-        return self.limits.kv_blocks - sum(state.kv_blocks for state in self._running)
+        return self.limits.kv_blocks - self._kv_blocks_used
 
     def view(self) -> View:
         """What the policy sees now."""
@@ -134,10 +135,13 @@ class StepHost:
 
     def _carry_out(self, plan: StepPlan) -> None:
         states = {state.request_id: state for state in (*self._running, *self._waiting)}
+        decodes_planned = set(plan.decode)
         scheduled: dict[str, int] = {}
         for request_id, tokens in (*((i, 1) for i in plan.decode), *((c.request_id, c.tokens) for c in plan.prefill)):
             state = states[request_id]
-            if (state in self._running or request_id not in plan.decode) and self._allocate(state, tokens, scheduled):
+            if (state in self._running or request_id not in decodes_planned) and self._allocate(
+                state, tokens, scheduled
+            ):
                 scheduled[request_id] = tokens
         decodes = [states[i] for i in plan.decode if i in scheduled]
         chunks = [(states[c.request_id], c.tokens) for c in plan.prefill if c.request_id in scheduled]
@@ -170,7 +174,7 @@ class StepHost:
         if state not in self._running:
             self._waiting.remove(state)
             self._running.append(state)
-        state.kv_blocks += max(0, needed)
+        self._hold(state, state.kv_blocks + max(0, needed))
         return True
 
     def _preempt(self, state: RequestState) -> None:
@@ -179,7 +183,7 @@ class StepHost:
         self.lives[state.request_id].preempted += 1
         state.prompt_tokens = max(state.prompt_tokens, state.computed_tokens + 1 if state.generated_tokens else 0)
         state.computed_tokens = 0
-        state.kv_blocks = 0
+        self._hold(state, 0)
 
     def _token(self, state: RequestState, generated: dict[str, int], first: dict[str, tuple[int, int]]) -> None:
         life = self.lives[state.request_id]
@@ -196,8 +200,12 @@ class StepHost:
         state.last_release_us = release_us
         if state.generated_tokens >= state.max_tokens:
             self._running.remove(state)
-            state.kv_blocks = 0
+            self._hold(state, 0)
             self.policy.forget(state.request_id)
+
+    def _hold(self, state: RequestState, blocks: int) -> None:
+        self._kv_blocks_used += blocks - state.kv_blocks
+        state.kv_blocks = blocks
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.limits.kv_block_tokens)

@@ -27,6 +27,12 @@ from vllm_plugin.scheduler import HaloScheduler
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Asynchronous tests run on asyncio."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's directory, prepared if need be."""

@@ -28,6 +28,7 @@ class Ask:
     tbt_ms: int = 60_000
     release: ReleasePolicy = ReleasePolicy.OFF
     ignore_eos: bool = True
+    seed: int | None = None
 
 
 @dataclass
@@ -94,8 +95,8 @@ class Bench:
         self.core.scheduler = new
         return new
 
-    def add(self, ask: Ask) -> str:
-        """Queue a request and return the id under which the scheduler knows it."""
+    def add(self, ask: Ask) -> tuple[str, str]:
+        """Queue a request; return its name at the engine's front and the id under which the scheduler knows it."""
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -104,7 +105,8 @@ class Bench:
         )
         params = SamplingParams(
             max_tokens=ask.tokens,
-            temperature=0.0,
+            temperature=0.0 if ask.seed is None else 1.0,
+            seed=ask.seed,
             ignore_eos=ask.ignore_eos,
             output_kind=RequestOutputKind.DELTA,
             extra_args={PROMISE_KEY: promise.to_wire()},
@@ -112,7 +114,7 @@ class Bench:
         before = set(self.scheduler.requests)
         name = f"r{next(self._serial):04d}"
         self.engine.add_request(name, ask.prompt, params, lora_request=self.adapters.get(ask.service))
-        return next(iter(set(self.scheduler.requests) - before))
+        return name, next(iter(set(self.scheduler.requests) - before))
 
     def run(self, asks: Sequence[Ask], *, arrive_at_step: Sequence[int] | None = None, limit: int = 3000) -> Run:
         """Run requests to their end; request i is added before step ``arrive_at_step[i]``."""
@@ -132,8 +134,8 @@ class Bench:
             for step in range(limit):
                 while pending and (arrive_at_step[pending[0]] if arrive_at_step else 0) <= step:
                     index = pending.pop(0)
-                    run.ids[index] = self.add(asks[index])
-                    external[f"r{self._last_serial():04d}"] = index
+                    name, run.ids[index] = self.add(asks[index])
+                    external[name] = index
                 if not pending and not self.engine.has_unfinished_requests():
                     return run
                 for output in self.engine.step():
@@ -145,6 +147,3 @@ class Bench:
         finally:
             scheduler.schedule = schedule
         raise AssertionError(f"requests not finished after {limit} steps")
-
-    def _last_serial(self) -> int:
-        return int(repr(self._serial)[6:-1]) - 1

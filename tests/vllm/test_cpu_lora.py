@@ -66,15 +66,17 @@ class Layer(SimpleNamespace):
 
     def delta(self, x, slots):
         """The definition in float32: B A x of each row's adapter, zero without one."""
+        rows = torch.tensor(slots, dtype=torch.long)
         result = torch.zeros(len(slots), sum(self.output_slices))
-        for row, slot in enumerate(slots):
-            if slot >= 0:
-                result[row] = torch.cat(
-                    [
-                        b[slot, 0].float() @ (a[slot, 0].float() @ x[row].float())
-                        for a, b in zip(self.lora_a_stacked, self.lora_b_stacked, strict=True)
-                    ]
-                )
+        for slot in set(slots) - {-1}:
+            own = rows == slot
+            result[own] = torch.cat(
+                [
+                    x[own].float() @ a[slot, 0].float().T @ b[slot, 0].float().T
+                    for a, b in zip(self.lora_a_stacked, self.lora_b_stacked, strict=True)
+                ],
+                dim=1,
+            )
         return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
 from scheduling.request import ReleasePolicy
 from tests.vllm.engine_bench import SERVICES, Ask, Bench
@@ -64,7 +63,7 @@ def test_base_request_beside_lora_requests(bench: Bench) -> None:
 @pytest.mark.timeout(300)
 def test_relaxed_decodes_yield_to_a_prompt(halo: Bench) -> None:
     """While a prompt waits, decodes with slack sit steps out and keep their KV cache; strict ones are never skipped."""
-    relaxed = [Ask(PATIENT, SERVICES[0], 24, tbt_ms=60_000) for _ in range(4)]
+    relaxed = [Ask(PATIENT, SERVICES[0], 24, tbt_ms=600_000) for _ in range(4)]
     strict = [Ask(PATIENT, SERVICES[2], 24, tbt_ms=1) for _ in range(2)]
     late = Ask(PATIENT * 20, SERVICES[3], 2)
     run = halo.run([*relaxed, *strict, late], arrive_at_step=[0] * 6 + [8])
@@ -127,14 +126,13 @@ def test_abort_at_every_stage(halo: Bench, after_steps: int) -> None:
     """A request aborted while queued, prefilling or decoding frees its KV cache at once and is forgotten."""
     scheduler = halo.scheduler
     asks = [Ask(PATIENT * 8, service, 30) for service in SERVICES]
-    ids = [halo.add(ask) for ask in asks]
+    names, ids = zip(*(halo.add(ask) for ask in asks), strict=True)
     for _ in range(after_steps):
         halo.engine.step()
-    scheduler.finish_requests(ids[:2], RequestStatus.FINISHED_ABORTED)
+    halo.engine.abort_request(list(names[:2]))
     assert set(scheduler._book.tracks) == set(ids[2:])
-    scheduler.finish_requests(ids[2:], RequestStatus.FINISHED_ABORTED)
+    halo.engine.abort_request(list(names[2:]))
     assert_empty(scheduler)
-    halo.engine.abort_request(list(halo.engine.output_processor.request_states))
     assert len(halo.run([asks[0]]).tokens[0]) == 30
 
 
@@ -173,3 +171,13 @@ def test_a_failing_policy_costs_deadlines_not_the_engine(halo: Bench) -> None:
     assert all(len(tokens) == 6 for tokens in run.tokens)
     assert scheduler._plan_failures > 0
     assert_empty(scheduler)
+
+
+@pytest.mark.timeout(300)
+def test_seeded_requests_survive_chunked_prompts(bench: Bench) -> None:
+    """A seeded request gets the same tokens whether its prompt is computed in one piece or in many."""
+    asks = [Ask(PATIENT * 8, service, 12, seed=7) for service in ("", SERVICES[0])]
+    bench.use(HaloScheduler, "fcfs", batch=256)
+    whole = bench.run(asks[:1]).tokens + bench.run(asks[1:]).tokens
+    bench.use(HaloScheduler, "fcfs", batch=24)
+    assert bench.run(asks).tokens == whole
