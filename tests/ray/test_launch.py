@@ -27,7 +27,7 @@ class Server:
     def __init__(self, folder: Path, *, crash: bool = False) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        self.runs = Path(f"/tmp/halo-test-{os.getpid()}-{self.port}")
+        self.runs = Path(f"/tmp/ht-{self.port}")
         self.runs.mkdir()
         config = folder / f"cluster é {self.port}.yaml"
         config.write_text(
