@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -57,16 +58,16 @@ Product = Callable[[torch.Tensor, torch.Tensor, float], None]
 class _Buffers:
     """Intermediate results of one group for one layout; layers run one after the other and share them."""
 
-    def __init__(self, count: int, layout: _Layout, dtype: torch.dtype, slots: tuple[int, ...]) -> None:
-        self.h = torch.empty(count, len(layout.column_slots), dtype=dtype)
+    def __init__(self, rows: int, layout: _Layout, dtype: torch.dtype, slots: tuple[int, ...]) -> None:
+        self.h = torch.empty(rows, len(layout.column_slots), dtype=dtype)
         self.h_slices = [self.h[:, start:stop] for start, stop in layout.ranks]
         self.delta: torch.Tensor | None = None
         if layout.strided:
             # Zero once: columns of slices that no adapter touches are never written.
-            self.delta = torch.zeros(count, layout.out_size, dtype=dtype)
+            self.delta = torch.zeros(rows, layout.out_size, dtype=dtype)
             self.delta_slices = [self.delta[:, start:stop] for start, stop in layout.columns]
         else:
-            self.delta_slices = [torch.empty(count, stop - start, dtype=dtype) for start, stop in layout.columns]
+            self.delta_slices = [torch.empty(rows, stop - start, dtype=dtype) for start, stop in layout.columns]
         self.mask = _mask(slots, layout.column_slots, dtype)
 
 
@@ -126,8 +127,19 @@ class StepGroup:
         return rows + self.start if self.index is None else self.index[rows]
 
 
-# Layouts are compared on every call; numbering them once makes that an integer comparison. A few per model.
+# Layouts are compared on every call; numbering them makes that a comparison of integers. Numbers are never used twice.
+LAYOUTS_MAX = 4096
 _layout_keys: dict[_Layout, int] = {}
+_layout_numbers = count()
+
+
+def _layout_key(layout: _Layout) -> int:
+    key = _layout_keys.get(layout)
+    if key is None:
+        if len(_layout_keys) >= LAYOUTS_MAX:
+            _layout_keys.clear()
+        key = _layout_keys[layout] = next(_layout_numbers)
+    return key
 
 
 class AdapterStack:
@@ -233,13 +245,13 @@ class AdapterStack:
                 side_by_side = [b[slot, 0, :out_size, :rank] for slot, rank in parts]
                 expands.append(torch.cat([*side_by_side, b.new_zeros(out_size, padding)], 1))
             offset += out_size
+        other = self._packed.get((slots, not strided))  # the shrink is the same for both
         strided = strided and all(can_be_strided(expand) for expand in expands)
         layout = _Layout(tuple(column_slots), tuple(rank_spans), tuple(column_spans), offset, strided)
-        shrink = torch.cat(shrinks)
         return _Packed(
             layout,
-            _layout_keys.setdefault(layout, len(_layout_keys)),
-            strided_gemm(shrink) if can_be_strided(shrink) else contiguous_gemm(shrink),
+            _layout_key(layout),
+            other.shrink if other is not None else _either_gemm(torch.cat(shrinks)),
             tuple(strided_gemm(expand) if strided else contiguous_gemm(expand) for expand in expands),
         )
 
@@ -257,6 +269,10 @@ class AdapterStack:
                     delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
                     y[:, start : start + out_size].index_add_(0, rows, delta)
                 start += out_size
+
+
+def _either_gemm(weight: torch.Tensor) -> Gemm:
+    return strided_gemm(weight) if can_be_strided(weight) else contiguous_gemm(weight)
 
 
 def _add_nothing(y: torch.Tensor, x: torch.Tensor, scale: float) -> None:

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.lora.layers import LoRAMapping
+from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
 import vllm_plugin
-from vllm_plugin import compat, cpu_lora, status
+from vllm_plugin import compat, cpu_gemm, cpu_lora, cpu_lora_ops, status
 from vllm_plugin.cpu_lora import GroupedPunicaWrapper
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU platform's LoRA")
@@ -271,6 +272,32 @@ def test_other_dtypes(dtype):
     assert torch.equal(y[2], base[2])
 
 
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN only", "torch only"])
+@pytest.mark.parametrize("ids", [BATCHES["decodes with base rows"], BATCHES["decodes, then chunks"]], ids=len)
+def test_every_kernel_gives_the_same(monkeypatch, onednn, ids):
+    """CPUs without AVX512-BF16, and vLLM builds without oneDNN, are served as exactly."""
+    monkeypatch.setattr(cpu_lora_ops, "can_be_strided", lambda weight: False)
+    monkeypatch.setattr(cpu_gemm.vllm_ops, "_supports_onednn", onednn)
+    layer = loaded_layer(QKV)
+    x = torch.randn(len(ids), layer.size_in, dtype=torch.bfloat16)
+    base = torch.randn(len(ids), sum(layer.output_slices), dtype=torch.bfloat16)
+    y = apply(wrapper_for(GroupedPunicaWrapper, ids), layer, x, base)
+    assert error(y, base, layer.delta(x, [lora_id - 1 for lora_id in ids]), list(range(len(ids)))).max() <= 0.058
+    rows = [row for row, lora_id in enumerate(ids) if not lora_id]
+    assert torch.equal(bits(y[rows]), bits(base[rows]))
+
+
+def test_a_reassigned_base_layer_is_the_one_used():
+    """The shortcut to the base layer follows when vLLM puts another base layer in."""
+    layer = BaseLinearLayerWithLoRA.__new__(BaseLinearLayerWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.base_layer = torch.nn.Linear(2, 2)
+    cpu_lora._set_mapping(layer, None)
+    layer.base_layer = other = torch.nn.Linear(2, 2)
+    assert layer.base_layer is other
+    assert layer.get_submodule("base_layer") is other
+
+
 def test_adapters_in_another_dtype_than_the_model():
     """``lora_dtype=float32`` on a bf16 model is multiplied in float32, as stock does."""
     layer = loaded_layer(QKV, dtype=torch.float32)
@@ -342,42 +369,43 @@ def test_overwriting_and_scaling():
     assert (y.float() - 0.5 * layer.delta(x, [0, -1, 2])).abs().max() <= 0.058
 
 
-def test_register_binds_the_cpu_platform_and_may_run_again():
+@pytest.fixture
+def unbound(monkeypatch):
+    """vLLM as it comes; afterwards as it was before the test."""
+    stock = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: stock))
+    monkeypatch.setattr(BaseLinearLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)
+
+
+def test_register_binds_the_cpu_platform_and_may_run_again(unbound):
     """The entry point makes vLLM build our wrapper, says so, and is re-entrant."""
-    bound = type(current_platform).__dict__["get_punica_wrapper"]
-    try:
-        vllm_plugin.register()
-        vllm_plugin.register()
-        assert cpu_lora.is_active()
-        assert status.active()["cpu_lora"].startswith("active")
-        assert not status.failures()
-        wrapper = get_punica_wrapper(16, max_batches=4, device=torch.device("cpu"), lora_config=None)
-        assert type(wrapper) is GroupedPunicaWrapper
-    finally:
-        type(current_platform).get_punica_wrapper = bound
+    assert not cpu_lora.is_active()
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert cpu_lora.is_active()
+    assert status.active()["cpu_lora"].startswith("active")
+    assert not status.failures()
+    wrapper = get_punica_wrapper(16, max_batches=4, device=torch.device("cpu"), lora_config=None)
+    assert type(wrapper) is GroupedPunicaWrapper
 
 
-def test_other_platforms_are_left_alone(monkeypatch):
+def test_other_platforms_are_left_alone(unbound, monkeypatch):
     """Where vLLM does not run on the CPU nothing is rebound."""
-    bound = type(current_platform).__dict__["get_punica_wrapper"]
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert "not used" in cpu_lora.install_cpu_lora()
-    assert type(current_platform).__dict__["get_punica_wrapper"] is bound
+    assert not cpu_lora.is_active()
 
 
-def test_a_changed_interface_is_refused_and_stays_visible(monkeypatch):
+def test_a_changed_interface_is_refused_and_stays_visible(unbound, monkeypatch):
     """When a method we replace takes other arguments, installing fails, naming it, and the status keeps the failure."""
-    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", lambda self, y, x, adapters: None)
-    with pytest.raises(compat.UpstreamChangedError, match="add_lora_linear"):
-        vllm_plugin.register()
+    with monkeypatch.context() as patch:
+        patch.setattr(PunicaWrapperCPU, "add_lora_linear", lambda self, y, x, adapters: None)
+        with pytest.raises(compat.UpstreamChangedError, match="add_lora_linear"):
+            vllm_plugin.register()
     assert "add_lora_linear" in status.failures()["cpu_lora"]
-    monkeypatch.undo()
-    bound = type(current_platform).__dict__["get_punica_wrapper"]
-    try:
-        vllm_plugin.register()
-        assert not status.failures()
-    finally:
-        type(current_platform).get_punica_wrapper = bound
+    assert not cpu_lora.is_active()
+    vllm_plugin.register()
+    assert not status.failures()
 
 
 def test_upstream_has_the_interface_this_was_written_for():
