@@ -35,7 +35,7 @@ CHUNK_TOKENS = 256
 DECODE_STEPS, PREFILL_STEPS = 8, 2
 ENGINES = ("base", "stock", "ours")
 ANSWER_TIMEOUT_S = 300
-ROUNDS_MIN = 3
+ROUNDS_MIN = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         self._tokens = self._samples = _StepRows((), 0, self._rank, self._costs)
         self._stacks: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], AdapterStack]] = {}
         self._by_tensor: dict[int, AdapterStack] = {}
+        # Stacked B of an embedding, the version seen, and whether anything was in it.
+        self._embeddings: dict[int, tuple[torch.Tensor, int, bool]] = {}
 
     def update_metadata(
         self,
@@ -184,8 +186,18 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
-        """``y[row] += B x[row]``; ``x`` (rows, rank) are the rows' entries of their adapters' embedding A."""
-        self.add_expand(y, (x,), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+        """``y[row] += B x[row]``; ``x`` (rows, rank) are the rows' entries of their adapters' embedding A.
+
+        Free if no adapter has an embedding; vLLM calls it all the same.
+        """
+        known = self._embeddings.get(id(lora_b_stacked))
+        if known is None or known[0] is not lora_b_stacked or known[1] != lora_b_stacked._version:
+            if len(self._embeddings) >= LAYERS_MAX:
+                self._embeddings.clear()
+            known = (lora_b_stacked, lora_b_stacked._version, bool(lora_b_stacked.any()))
+            self._embeddings[id(lora_b_stacked)] = known
+        if known[2] or not add_inputs:
+            self.add_expand(y, (x,), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
 
     def add_shrink(
         self,

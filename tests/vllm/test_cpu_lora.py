@@ -332,12 +332,16 @@ def test_logits_cost_nothing_without_a_head_adapter():
 
 def test_embedding_rows():
     """The embedding's rows get their own B, base rows nothing, though vLLM looks up slot 0's A for them."""
-    layer = loaded_layer(DOWN)
-    ids = (2, 0, 3)
+    layer = Layer(DOWN)
+    wrapper = wrapper_for(GroupedPunicaWrapper, (2, 0, 3))
     b = layer.lora_b_stacked[0]
     h, base = torch.randn(3, MAX_RANK).bfloat16(), torch.randn(3, 576).bfloat16()
     y = base.clone()
-    wrapper_for(GroupedPunicaWrapper, ids).add_lora_embedding(y, h, b, add_input=True)
+    wrapper.add_lora_embedding(y, h, b, add_input=True)
+    assert torch.equal(bits(y), bits(base))
+    for slot in range(len(RANKS)):
+        layer.load(slot, MAX_RANK)
+    wrapper.add_lora_embedding(y, h, b, add_input=True)
     for row, slot in ((0, 1), (2, 2)):
         expected = base[row].float() + b[slot, 0].float() @ h[row].float()
         torch.testing.assert_close(y[row].float(), expected, rtol=0.02, atol=0.03)
