@@ -5,7 +5,7 @@ Between processes travel ages and durations, never clock readings: the clocks of
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -101,15 +101,46 @@ class ReplicaStatus:
     steps: int
 
 
+class ReplicaUnavailableError(Exception):
+    """A replica died, is not reachable, or gave no answer in time."""
+
+
+class WrongReplicaError(ReplicaUnavailableError):
+    """A call meant for one life of a replica reached another one. The addressed one is gone or not yet routable."""
+
+
+class NoStreamError(ReplicaUnavailableError):
+    """A request came from a gateway whose delivery stream is not open: it broke, and the gateway does not know yet."""
+
+
 class EnginePort(Protocol):
-    """An engine replica as gateways and admission see it. Implemented by ``EngineReplica`` and ``tests/fakes``."""
+    """An engine replica as its endpoint sees it. Implemented by ``EngineReplica`` and ``tests/fakes``.
+
+    ``EngineEndpoint`` puts it behind a Serve replica: it builds the engine, awaits ``start``, registers it with
+    admission once a second, and awaits ``stop`` when Serve takes the replica down.
+    """
+
+    async def start(self) -> None:
+        """Load the model. Returns when the engine can take requests; raises when it never will."""
+        ...
+
+    async def stop(self) -> None:
+        """Release everything the engine holds. Safe to call twice."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise when the engine makes no progress and must be replaced. Load alone never does."""
+        ...
 
     async def prepare(self, submission: Submission) -> Prepared | Refusal:
         """Validate a request completely, without queueing it."""
         ...
 
     async def submit(self, submission: Submission) -> None:
-        """Start a granted request. Its deliveries, errors included, arrive on the gateway's stream."""
+        """Start a granted request. Its deliveries, errors included, arrive on the gateway's stream.
+
+        Raises NoStreamError when that stream is not open.
+        """
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -119,7 +150,9 @@ class EnginePort(Protocol):
     def deliveries(self, gateway_id: str) -> AsyncIterator[list[Delivery]]:
         """All deliveries for one gateway, one list per engine step, for as long as the replica lives.
 
-        Opening the stream again closes the former one and aborts the requests that were bound to it.
+        The gateway is registered before the first suspension, so that nothing submitted after the stream was asked
+        for its first list is lost. Opening the stream again closes the former one and aborts the requests that were
+        bound to it; so does closing it.
         """
         ...
 
@@ -159,17 +192,29 @@ class Shed:
     retry_after_s: int
 
 
+class End(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    SHED = "shed"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a granted request ended, reported with its release.
+    """How a request ended, reported with its release.
 
-    ``ttft_us`` is the released time to first token, None when no token was released. ``gaps`` counts the gaps
-    between released tokens, ``late_gaps`` those above the TBT target, ``late_tokens`` the tokens released after their deadline
-    arrival + TTFT + i * TBT. ``end`` is one of ``completed``, ``cancelled``, ``failed``.
+    ``ttft_us`` is the released time to first token, None when no token was released or the response was not
+    streamed. ``tokens`` counts released tokens, ``gaps`` the gaps between them (for each choice apart), ``late_gaps``
+    those above the TBT target, ``late_tokens`` the tokens released after their deadline
+    arrival + TTFT + i * TBT. ``gap_counts`` is the histogram of the gaps over ``slo_ledger.edges_us(tbt)``, overflow
+    last. A response that is not streamed has one deadline, its last token's, and no gaps: ``late_tokens`` is 0 or 1.
     """
 
     service: str
-    end: str
+    end: End
+    streamed: bool = True
     ttft_us: int | None = None
     ttft_met: bool = False
     tokens: int = 0
@@ -177,3 +222,112 @@ class Outcome:
     late_gaps: int = 0
     late_tokens: int = 0
     max_gap_us: int = 0
+    gap_counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """One life of one engine replica. A restarted process has another ``incarnation``."""
+
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A grant that a gateway holds."""
+
+    request_id: str
+    address: ReplicaAddress
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """What a gateway tells admission about itself, once a second: every grant it holds, and whom it cannot reach.
+
+    Admission releases what the gateway no longer holds and, after its own restart, learns what was granted.
+    """
+
+    gateway_id: str
+    held: tuple[HeldRequest, ...] = ()
+    unroutable: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What admission answers to a gateway's report.
+
+    ``replicas`` counts those that get grants. ``silent`` names replicas that stopped sending heartbeats: what they
+    still owe will not come.
+    """
+
+    replicas: int
+    queued: int
+    gateways: int = 1
+    silent: tuple[ReplicaAddress, ...] = ()
+
+
+class EnginePool(Protocol):
+    """All engine replicas as a gateway sees them. Implemented by ``ServeEnginePool`` and ``tests/fakes``.
+
+    Every method raises ``ReplicaUnavailableError`` when the replica died or cannot be reached.
+    """
+
+    async def prepare(self, submission: Submission) -> Prepared | Refusal:
+        """Validate a request on any replica."""
+        ...
+
+    async def submit(self, address: ReplicaAddress, submission: Submission) -> None:
+        """Start a granted request on the replica it was granted."""
+        ...
+
+    async def abort(self, address: ReplicaAddress, request_ids: list[str]) -> None:
+        """Stop requests on one replica."""
+        ...
+
+    def deliveries(self, address: ReplicaAddress, gateway_id: str) -> AsyncGenerator[list[Delivery], None]:
+        """One replica's deliveries. The first list comes at once, empty: the stream is open."""
+        ...
+
+    def routable(self) -> frozenset[str] | None:
+        """The ids of the replicas that calls can reach now; None while that is not known."""
+        ...
+
+
+class AdmissionPort(Protocol):
+    """Admission as gateways and engine endpoints see it: ``Admission`` itself, or ``ServeAdmission`` over a handle."""
+
+    async def acquire(self, ticket: Ticket) -> Grant | Shed:
+        """Wait in the EDF queue for a replica. Asking again for a request id gives its former grant back.
+
+        A request that is shed is accounted for here and needs no release.
+        """
+        ...
+
+    async def release(self, request_id: str, outcome: Outcome | None) -> None:
+        """Give a grant back, or leave the queue, and account for the request. May be repeated.
+
+        Without an outcome only the grant is given back: the engine has finished, the client has not got everything.
+        """
+        ...
+
+    async def heartbeat(self, status: ReplicaStatus) -> list[str]:
+        """Register or refresh a replica. Returns request ids it must abort: their client has gone."""
+        ...
+
+    async def withdraw(self, address: ReplicaAddress) -> None:
+        """A replica stops cleanly: grant it nothing more."""
+        ...
+
+    async def report_lost(self, address: ReplicaAddress) -> None:
+        """A gateway's stream from a replica broke: grant it nothing until it is heard of again."""
+        ...
+
+    async def sync(self, report: GatewayReport) -> ClusterState:
+        """A gateway's report, once a second."""
+        ...
+
+    async def slo(self) -> dict[str, Any]:
+        """The SLO table of all services (see ``slo_ledger``)."""
+        ...

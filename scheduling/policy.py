@@ -34,7 +34,8 @@ class View:
     """The engine's state when a step is planned.
 
     ``running`` holds every request with KV cache: decodes and unfinished prefills, in the host's order.
-    ``waiting`` holds the queue ordered by :attr:`RequestState.edf_key`; a policy that wants another order keeps its own.
+    ``waiting`` holds the queue ordered by :attr:`RequestState.edf_key`; a policy that wants another order keeps its
+    own.
     """
 
     now_us: int
@@ -71,9 +72,12 @@ class StepRecord:
     """What a finished step did and how long it took.
 
     ``decode_tokens`` and ``prefill_tokens`` are totals; ``context_tokens`` is the KV context of the decodes, summed;
-    ``chunk_prefix_tokens`` the tokens of the chunks' own prompts that were computed before. ``first_tokens`` maps a
-    service to (first tokens produced in this step, how many of them after their deadline). ``graph`` tells whether the
-    step ran as a captured CUDA graph.
+    ``chunk_prefix_tokens`` the tokens of the chunks' own prompts that were computed before, summed, and
+    ``chunk_prefixes`` the same per chunk; a host that leaves it empty is taken to mean that the first chunk has the
+    whole prefix. ``finetune_tokens`` are tokens of fine-tuning samples in the step. ``service_tokens`` maps a
+    service to the tokens generated for it, first tokens included; ``first_tokens`` maps a service to (first tokens
+    produced in this step, how many of them released after their deadline). ``graph`` tells whether the step ran as a
+    captured CUDA graph.
     """
 
     duration_us: int
@@ -85,6 +89,8 @@ class StepRecord:
     service_tokens: Mapping[str, int] = field(default_factory=dict)
     first_tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     graph: bool = False
+    chunk_prefixes: tuple[int, ...] = ()
+    finetune_tokens: int = 0
 
 
 class Policy(Protocol):

@@ -51,10 +51,11 @@ class RequestState:
     def deadline_us(self) -> int:
         """Latest time at which the next token may reach the client (HALO section 5.3, Eq. 2-3 in closed form).
 
-        A request that does not stream has one deadline: that of its last token.
+        A request that does not stream has one deadline, its last token's: arrival + TTFT + (max_tokens - 1) * TBT. Its
+        next token is due when the tokens after it, at one per TBT, just make that deadline.
         """
         if not self.streaming:
-            return self.arrival_us + self.ttft_us + max(0, self.max_tokens - 1) * self.tbt_us
+            return self.arrival_us + self.ttft_us + self.generated_tokens * self.tbt_us
         if self.generated_tokens == 0:
             return self.arrival_us + self.ttft_us
         return self.last_release_us + self.tbt_us

@@ -1,1 +1,25 @@
+"""The engine side: what HALO changes inside vLLM, without forking it."""
 
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``: vLLM calls it in every process of an engine, possibly more than once.
+
+    A failure is raised, which vLLM only logs; `vllm_plugin.status` keeps it for the replica to see.
+    """
+    # Imported here: vLLM imports this package while it is itself half imported.
+    from vllm_plugin import status  # noqa: PLC0415
+
+    status.install("cpu_lora", _install_cpu_lora)
+    status.install("cpu_seeds", _install_cpu_seeds)
+
+
+def _install_cpu_lora() -> str:
+    from vllm_plugin.cpu_lora import install_cpu_lora  # noqa: PLC0415
+
+    return install_cpu_lora()
+
+
+def _install_cpu_seeds() -> str:
+    from vllm_plugin.cpu_seeds import install_cpu_seeds  # noqa: PLC0415
+
+    return install_cpu_seeds()

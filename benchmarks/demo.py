@@ -1,0 +1,161 @@
+"""`make demo`: the same requests against the same server under one policy after another, attainment side by side.
+
+    python -m benchmarks.demo
+    python -m benchmarks.demo --policies fcfs,fcfs@64,halo-paper --rate 2.5 --seconds 60 --seed 7 --json
+
+A policy may carry a step budget, as in fcfs@64: the server then runs with max_num_batched_tokens 64. Every run starts
+the real server (`halo serve`) with a variant of cluster.yaml, warms it up and sends the same arrivals, prompts and
+output lengths. With --json the last line is {"policies": {NAME: {"services": {NAME: {"ttft_met": 0-1, ...}}}}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from app.config import ClusterConfig, ConfigErrors, load_cluster
+from benchmarks.attainment import Observation, ServiceReport, Targets, report
+from benchmarks.driver import Endpoint, drive, prompts_for, to_json
+from benchmarks.report_table import print_reports, wide_console
+from benchmarks.server import ROOT, ServerError, free_port, running_server, tail
+from benchmarks.workload import PlannedRequest, ServiceLoad, compose, lengthened, poisson_arrivals
+
+WARM_UP_TOKENS = 8
+# Admission would hand requests to the engine in order of deadline; let the policy under test see all of them instead.
+IN_ENGINE = 256
+LONG_PROMPT_WORDS = (250, 450)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy's run."""
+
+    reports: Mapping[str, ServiceReport]
+    observations: Sequence[Observation]
+
+
+def workload(services: Sequence[str], rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
+    """Poisson arrivals spread evenly over ``services``; one prompt in four carries a long history before it."""
+    rng = np.random.default_rng(seed)
+    loads = []
+    for name in services:
+        short = prompts_for(name, None, rng)
+        long = lengthened(short[: max(1, len(short) // 3)], LONG_PROMPT_WORDS, rng)
+        loads.append(ServiceLoad(name, [*short, *long], output_tokens=(24, 56)))
+    return compose(poisson_arrivals(rate, seconds, rng), loads, rng)
+
+
+def overlay(policy: str) -> dict[str, Any]:
+    """What a policy changes in cluster.yaml: ``name`` or ``name@tokens``."""
+    name, _, budget = policy.partition("@")
+    changes: dict[str, Any] = {
+        "scheduler": {"policy": name},
+        "admission": {"inflight_per_replica": IN_ENGINE},
+        "auth": {"keys_file": None},
+    }
+    if budget:
+        changes["max_num_batched_tokens"] = int(budget)
+    return changes
+
+
+def run_policy(
+    policy: str,
+    cluster: ClusterConfig,
+    requests: Sequence[PlannedRequest],
+    options: argparse.Namespace,
+    console: Console,
+) -> Outcome:
+    """Serve under ``policy``, send ``requests``, return what was seen. ServerError when the server fails."""
+    targets = targets_of(cluster)
+    tolerance_us = round(options.tolerance_ms * 1000)
+    with tempfile.TemporaryDirectory(prefix="halo-demo-") as folder:
+        variant = cluster.derive(Path(folder, "cluster.yaml"), overlay(policy), host="127.0.0.1", port=free_port())
+        log = Path(folder, "server.log")
+
+        def say(text: str) -> None:
+            console.print(f"{policy}: {text}", highlight=False)
+
+        say("starting the server")
+        with running_server(variant.path, variant.address, log, say=say) as server:
+            say(f"ready after {server.start_s:.0f} s")
+            endpoint = Endpoint(server.url)
+            warm_up = [
+                PlannedRequest(i * 300_000, r.service, r.messages, WARM_UP_TOKENS) for i, r in enumerate(requests[:8])
+            ]
+            warmed = drive(endpoint, warm_up, targets, title=f"{policy}: warm-up", console=console)
+            if failed := [observation.error for observation in warmed if observation.error]:
+                raise ServerError(f"a request of the warm-up failed: {failed[0]}\n{tail(log)}")
+            observations = drive(
+                endpoint, requests, targets, title=f"{policy}:", console=console, tolerance_us=tolerance_us
+            )
+            server.check()
+    return Outcome(report(observations, targets, options.seconds, tolerance_us), observations)
+
+
+def targets_of(cluster: ClusterConfig) -> dict[str, Targets]:
+    """The promises in force, the scale of cluster.yaml applied."""
+    return {service.name: Targets(service.ttft_us, service.tbt_us) for service in cluster.args.service_settings()}
+
+
+def policy_names(text: str) -> list[str]:
+    """A list with commas, each ``name`` or ``name@tokens``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    bad = [name for name in names if not re.fullmatch(r"[a-z0-9-]+(@[1-9]\d*)?", name)]
+    if bad or not names or len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like fcfs,fcfs@64,halo-paper without repetitions")
+    return names
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "cluster.yaml")
+    parser.add_argument("--policies", type=policy_names, default=["fcfs", "halo-paper"], metavar="NAME[@TOKENS],...")
+    parser.add_argument("--rate", type=float, default=2.5, help="requests per second, all services together")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of the arrival window")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tolerance-ms", type=float, default=10.0, help="allowed on every gap, for network and client")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(stderr=True)
+    begun = time.monotonic()
+    try:
+        cluster = load_cluster(options.config)
+        targets = targets_of(cluster)
+        requests = workload(list(targets), options.rate, options.seconds, options.seed)
+        console.print(
+            f"{len(requests)} requests over {options.seconds:g} s ({options.rate:g} a second) to {len(targets)} "
+            f"services, seed {options.seed}, the same for {', '.join(options.policies)}",
+            highlight=False,
+        )
+        outcomes = {name: run_policy(name, cluster, requests, options, console) for name in options.policies}
+    except (ConfigErrors, ServerError, OSError) as error:
+        console.print(f"demo: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("demo: interrupted")
+        return 130
+    reports = {name: outcome.reports for name, outcome in outcomes.items()}
+    print_reports(wide_console(), reports, targets, round(options.tolerance_ms * 1000))
+    console.print(f"took {time.monotonic() - begun:.0f} s")
+    if options.json:
+        print(json.dumps({"policies": {n: to_json(o.reports, o.observations) for n, o in outcomes.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

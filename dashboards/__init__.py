@@ -1,0 +1,1 @@
+"""Grafana dashboards, built by code."""
