@@ -28,8 +28,8 @@ SHAPES = {"qkv": (576, (576, 192, 192)), "o": (576, (576,)), "gate_up": (576, (1
 ROWS = (1, 4, 16, 32, 64, 128, 256)
 ADAPTERS = (1, 2, 4, 8)
 RANK = 16
-COPIES = 24
-REPEATS = 15
+COPIES = 16
+REPEATS = 7
 ADAPTERS_PACKED = 4
 
 

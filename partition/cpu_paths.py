@@ -24,12 +24,12 @@ class CpuLoraCosts:
     rank (arithmetic). Defaults: docs/measurements/lora-cpu.md.
     """
 
-    call_us: float = 12.0
-    gather_us: float = 15.0
-    gather_row_us: float = 0.1
-    row_us: float = 0.1
+    call_us: float = 7.6
+    gather_us: float = 7.1
+    gather_row_us: float = 0.03
+    row_us: float = 0.16
     rank_us: float = 0.05
-    row_rank_us: float = 0.006
+    row_rank_us: float = 0.0026
 
     def product_us(self, rows: int, ranks: int, *, gathered: bool) -> float:
         """Cost of a product of ``rows`` rows against adapters whose ranks sum to ``ranks``."""

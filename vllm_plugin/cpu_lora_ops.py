@@ -217,7 +217,7 @@ class AdapterStack:
         self._ranks = []
         alone: set[int] = set()
         for a, b in zip(self.a, self.b, strict=True):
-            a_max, b_max = a[:, 0].abs().amax(-1).float(), b[:, 0].abs().amax(1).float()
+            a_max, b_max = _largest(a, dim=1), _largest(b, dim=0)
             used = (a_max != 0) & (b_max != 0)
             self._ranks.append((used * torch.arange(1, used.shape[1] + 1)).amax(1).tolist())
             fits = (a_max <= STACKABLE_WEIGHT_MAX).all(1) & (b_max <= STACKABLE_WEIGHT_MAX).all(1)
@@ -272,6 +272,14 @@ class AdapterStack:
                     delta = h @ b[slot, 0, :out_size, :rank].to(y.dtype).t()
                     y[:, start : start + out_size].index_add_(0, rows, delta)
                 start += out_size
+
+
+def _largest(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+    """The largest magnitude along ``dim`` of each slot's matrix, (slots, rank), float32; not a number if one is in it.
+
+    In float32, slot by slot: torch reduces bfloat16 ten times slower, and a head's B is large.
+    """
+    return torch.stack([matrix.float().abs().amax(dim) for matrix in stacked[:, 0]])
 
 
 def _either_gemm(weight: torch.Tensor) -> Gemm:
