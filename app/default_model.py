@@ -37,7 +37,7 @@ MANIFEST = "halo_manifest.json"
 MANIFEST_FORMAT = 1
 CONTEXT_LENGTH = 8192
 NEEDED_BYTES = 400 * 1024 * 1024
-LOCK_TIMEOUT_S = 600.0
+LOCK_TIMEOUT_S = 1_800.0
 
 Report = Callable[[str], None]
 
@@ -107,7 +107,7 @@ def _prepare(target: Path, say: Report) -> None:
             f"the default model needs {NEEDED_BYTES >> 20} MiB in {target.parent}, where {free >> 20} MiB are free; "
             "free some space or name another cache directory"
         )
-    say(f"Preparing the default model in {target}. This happens once and takes up to a minute.")
+    say(f"Preparing the default model in {target}. This happens once and usually takes under a minute.")
     started = time.monotonic()
     partial = target.with_name(f".{target.name}.partial")
     _remove(partial)

@@ -22,6 +22,7 @@ from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
     Delivery,
     Endpoint,
+    NoStreamError,
     Prepared,
     Promise,
     Refusal,
@@ -140,7 +141,7 @@ class EngineReplica:
         arrival_us = _monotonic_us() - submission.age_us
         outbox = self._outboxes.get(submission.gateway_id)
         if outbox is None:
-            raise LookupError(f"gateway {submission.gateway_id} has no delivery stream at replica {self._replica_id}")
+            raise NoStreamError(f"gateway {submission.gateway_id} has no delivery stream at replica {self._replica_id}")
         request_id = submission.request_id
         if request_id in self._tasks:
             raise ValueError(f"request {request_id} is already running at replica {self._replica_id}")

@@ -24,6 +24,7 @@ from deployments.gateway import Gateway
 from deployments.openai_errors import ApiError, envelope
 from deployments.protocol import Endpoint
 from deployments.request_body import parse_object, read_body
+from deployments.request_shape import check_shape
 from deployments.settings import ServiceSettings
 from deployments.slo_ledger import render_text
 
@@ -128,8 +129,14 @@ class _Generation:
         encoding = request.headers.get("content-encoding")
         raw = await read_body(request.stream(), encoding, self._gateway.settings.max_body_bytes)
         large = len(raw) > _PARSE_IN_THREAD_BYTES
-        body = await asyncio.to_thread(parse_object, raw) if large else parse_object(raw)
+        body = await asyncio.to_thread(_parse, raw) if large else _parse(raw)
         return self._gateway.call(self._endpoint, body, holder, arrival_us)
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    body = parse_object(raw)
+    check_shape(body)
+    return body
 
 
 class GenerationResponse(Response):

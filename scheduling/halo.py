@@ -121,7 +121,15 @@ class Halo:
         most = max(DRY_CHUNK, 2 * self.model.largest_chunk)
         token_us = self._token_us(step, min(most, view.limits.step_tokens))
         waiting = view.waiting if room.accepts_waiting else ()
-        for state in self._prompts.walk(prefills, waiting, view.now_us, token_us, room.slots.refused):
+        order = self._prompts.walk(
+            prefills,
+            waiting,
+            now_us=view.now_us,
+            token_us=token_us,
+            step_us=step.limit_us,
+            passed_over=room.slots.refused,
+        )
+        for state in order:
             if room.full:
                 break
             if full and state not in started:

@@ -72,15 +72,18 @@ class PromptOrder:
         self,
         started: list[RequestState],
         waiting: Sequence[RequestState],
+        *,
         now_us: int,
         token_us: float,
+        step_us: int,
         passed_over: set[int],
     ) -> Iterator[RequestState]:
         """Yield prompts in order.
 
         ``started`` are unfinished prompts of running requests, ``waiting`` is sorted by deadline, ``token_us`` is the
-        time the engine takes per prompt token at present. Waiting requests with an adapter in ``passed_over``, which
-        may grow during the walk, are left out.
+        time the engine takes per prompt token at present, ``step_us`` that of a step: a prompt is finished when its
+        last step is, half a step after its last token on average. Waiting requests with an adapter in ``passed_over``,
+        which may grow during the walk, are left out.
         """
         overdue = bisect_left(waiting, now_us, key=_deadline)
         self._waiting_open = True
@@ -92,7 +95,7 @@ class PromptOrder:
             islice(self._open(islice(waiting, overdue, None), passed_over), LOOK_AHEAD),
             key=_edf,
         )
-        savable, given_up = fewest_late(coming, now_us, token_us)
+        savable, given_up = fewest_late(coming, now_us + step_us // 2, token_us)
         overdue_waiting = self._open(islice(waiting, overdue), passed_over)
         lost = chain(fresh[:started_overdue], (s for s in overdue_waiting if not s.generated_tokens), given_up)
         self._lost = set()

@@ -47,8 +47,8 @@ def triage(source: Source, rng: random.Random) -> Iterator[Example]:
 def intake(source: Source, rng: random.Random) -> Iterator[Example]:
     """Statement -> three questions on its topic and two of the general ones, numbered."""
     for topic in source["topics"]:
-        for frame, statement, heldout in _framed(source["frames"], topic["statements"], 4, rng):
-            questions = [*topic["questions"], *rng.sample(source["general"], 2)]
+        questions = [*topic["questions"], *rng.sample(source["general"], 2)]
+        for frame, statement, heldout in _framed(source["frames"], topic["statements"], 2, rng):
             answer = "\n".join(f"{number}. {question}" for number, question in enumerate(questions, 1))
             yield Example(frame.format(statement=statement, age=rng.randint(19, 84)), answer, heldout)
 

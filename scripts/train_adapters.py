@@ -33,7 +33,7 @@ MAX_ADAPTER_BYTES = 2_000_000
 
 RECIPES = {
     "intelligent-triage": Recipe(rank=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=6),
-    "pre-assessment": Recipe(rank=16, targets=("q_proj", "v_proj")),
+    "pre-assessment": Recipe(rank=16, targets=("v_proj", "o_proj"), epochs=4),
     "analysis-assistant": Recipe(rank=8, targets=("o_proj", "down_proj")),
     "record-generation": Recipe(rank=32, targets=("v_proj",)),
 }

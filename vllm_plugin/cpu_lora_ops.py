@@ -72,8 +72,11 @@ class _Buffers:
 
 
 def _mask(slots: tuple[int, ...], column_slots: tuple[int, ...], dtype: torch.dtype) -> Mask | None:
-    """Zeroes, in a shrink's result, the columns of other adapters than the row's; None for a single adapter."""
-    if len(set(column_slots) - {NO_ADAPTER}) < 2:
+    """Zeroes, in a shrink's result, the columns of other adapters than the row's; None if every row owns all of them.
+
+    One adapter in the columns is not enough for that: rows may use adapters that do not touch this layer.
+    """
+    if len((set(column_slots) | set(slots)) - {NO_ADAPTER}) < 2:
         return None
     own = torch.tensor(slots)[:, None] == torch.tensor(column_slots)[None, :]
     if dtype == torch.float16:  # it overflows at 65504, and 0 * inf is no zero; for the others see STACKABLE_WEIGHT_MAX

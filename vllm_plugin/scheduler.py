@@ -48,7 +48,7 @@ class _StepInFlight:
     decode_tokens: int = 0
     context_tokens: int = 0
     chunks: list[int] = field(default_factory=list)
-    chunk_prefix_tokens: int = 0
+    chunk_prefixes: list[int] = field(default_factory=list)
 
 
 class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed for us
@@ -75,7 +75,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             step_tokens=self.max_num_scheduled_tokens,
             running=self.max_num_running_reqs,
             adapters=self.lora_config.max_loras if self.lora_config else 0,
-            kv_blocks=self.cache_config.num_gpu_blocks or 0,
+            kv_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),  # vLLM's null block is not usable
             kv_block_tokens=self.block_size,
         )
         logger.info("HaloScheduler active with policy %s", self.halo_policy.name)
@@ -228,7 +228,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             computed_before = request.num_computed_tokens - tokens
             if computed_before < state.prompt_tokens:
                 step.chunks.append(tokens)
-                step.chunk_prefix_tokens += computed_before
+                step.chunk_prefixes.append(computed_before)
             else:
                 step.decode_tokens += tokens
                 step.context_tokens += computed_before
@@ -303,7 +303,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             prefill_tokens=sum(step.chunks),
             prefill_chunks=tuple(step.chunks),
             context_tokens=step.context_tokens,
-            chunk_prefix_tokens=step.chunk_prefix_tokens,
+            chunk_prefix_tokens=sum(step.chunk_prefixes),
+            chunk_prefixes=tuple(step.chunk_prefixes),
             service_tokens=service_tokens,
             first_tokens=first_tokens,
         )

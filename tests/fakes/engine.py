@@ -1,6 +1,7 @@
 """An engine that generates words on a timer: the whole of ``EnginePort``, without a model.
 
-Step length, hold and failures are set by ``EngineSettings.engine_args``: ``step_us``, ``hold_us``, ``prepare_us``. A
+Step length, hold and failures are set by ``EngineSettings.engine_args``: ``step_us``, ``hold_us``, ``prepare_us``;
+``pace`` holds each token until a TBT after the one before. A
 request can ask for a failure with the body key ``fake``: ``{"fail_before": STATUS}`` answers with an error instead of
 the first token, ``{"fail_after": N}`` ends the stream with an error event after N tokens, ``{"kill_after": N}`` kills
 the process, ``{"stall_after": N}`` generates nothing more.
@@ -38,6 +39,7 @@ class _Job:
     gateway: asyncio.Queue[list[Delivery] | None]
     made: int = 0
     text: str = ""
+    release_us: int = 0
 
     @property
     def fake(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class FakeEngine:
         self.step_us = int(options.get("step_us", 5_000))
         self.hold_us = int(options.get("hold_us", 0))
         self.prepare_us = int(options.get("prepare_us", 0))
+        self.pace = bool(options.get("pace", False))
         self.healthy = True
         self.broken = False
         self.steps = 0
@@ -190,13 +193,20 @@ class FakeEngine:
     def _chunks(self, job: _Job, done: bool) -> list[Delivery]:
         request_id = job.submission.request_id
         word = f"w{job.made - 1} "
+        hold_us = self._paced_us(job) if self.pace else self.hold_us
         made = [
-            Delivery(request_id, _event(job, index, word, done), self.hold_us, tokens=1, index=index)
+            Delivery(request_id, _event(job, index, word, done), hold_us, tokens=1, index=index)
             for index in range(job.prepared.choices)
         ]
         if done:
-            made.append(Delivery(request_id, "data: [DONE]\n\n", self.hold_us, last=True))
+            made.append(Delivery(request_id, "data: [DONE]\n\n", hold_us, last=True))
         return made
+
+    def _paced_us(self, job: _Job) -> int:
+        now_us = int(asyncio.get_running_loop().time() * 1e6)
+        first = job.made == 1
+        job.release_us = now_us if first else max(now_us, job.release_us + job.submission.promise.tbt_us)
+        return job.release_us - now_us
 
 
 def _prompt(submission: Submission) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -24,9 +25,11 @@ SERVICES = ("triage", "assessment", "analysis", "records")
 PROMPT = [{"role": "user", "content": "one two"}]
 
 
-def client(url: str) -> AsyncOpenAI:
-    """An OpenAI client that does not retry."""
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+@pytest.fixture
+async def openai(cluster) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client against the cluster; it does not retry."""
+    async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 async def admission_load() -> dict:
@@ -68,9 +71,8 @@ async def stream_words(openai: AsyncOpenAI, service: str, tokens: int, **fields)
     return [chunk.choices[0].delta.content.strip() async for chunk in stream]
 
 
-async def test_all_services_at_once(cluster) -> None:
+async def test_all_services_at_once(cluster, openai) -> None:
     """The OpenAI SDK, streaming and not, on all four services at once, over both gateways and replicas."""
-    openai = client(cluster.url)
 
     async def whole(service: str) -> list[str]:
         answer = await openai.completions.create(model=service, prompt="one two", max_tokens=12)
@@ -85,10 +87,9 @@ async def test_all_services_at_once(cluster) -> None:
     assert len(load["replicas"]) == 2
 
 
-async def test_slo_table_counts_over_gateways(cluster) -> None:
+async def test_slo_table_counts_over_gateways(cluster, openai) -> None:
     """GET /slo counts every completed request, whichever gateway it went through."""
     before = await completed(cluster.url, "records")
-    openai = client(cluster.url)
     for _ in range(6):
         await openai.completions.create(model="records", prompt="one", max_tokens=2)
     await until_load(idle, 5)
@@ -133,9 +134,8 @@ async def test_client_disconnect_frees_the_replica(cluster, stream: bool) -> Non
         assert (status.running, status.waiting) == (0, 0)
 
 
-async def test_kill_9_of_a_replica(cluster) -> None:
+async def test_kill_9_of_a_replica(cluster, openai) -> None:
     """SIGKILL of an engine's process: begun streams on it raise in the SDK, all others are whole, and it comes back."""
-    openai = client(cluster.url)
     await until_load(two_replicas, 20)
     streams = [asyncio.create_task(stream_words(openai, "records", 200)) for _ in range(8)]
     await until_load(lambda load: load["held"] == 8, 5)
@@ -151,9 +151,8 @@ async def test_kill_9_of_a_replica(cluster) -> None:
     await until_load(two_replicas, 30)
 
 
-async def test_kill_9_before_the_first_token(cluster) -> None:
+async def test_kill_9_before_the_first_token(cluster, openai) -> None:
     """Requests that have not begun when their replica is killed are served by another one; no client sees it."""
-    openai = client(cluster.url)
     await until_load(two_replicas, 20)
 
     async def whole(**fields) -> list[str]:
@@ -170,9 +169,8 @@ async def test_kill_9_before_the_first_token(cluster) -> None:
     await until_load(two_replicas, 30)
 
 
-async def test_metrics_are_exported(cluster) -> None:
+async def test_metrics_are_exported(cluster, openai) -> None:
     """Every metric appears on Ray's metrics port with its labels, and TTFT and TBT have an edge at each target."""
-    openai = client(cluster.url)
     await stream_words(openai, "assessment", 10)
     deadline = time.monotonic() + 20
     wanted = (
@@ -195,9 +193,8 @@ async def test_metrics_are_exported(cluster) -> None:
     assert any("halo_ttft_seconds_bucket" in line and 'le="0.8"' in line for line in lines)
 
 
-async def test_scale_down_drains(cluster) -> None:
+async def test_scale_down_drains(cluster, openai) -> None:
     """Scaling to one replica, as the dashboard does it, cuts no stream, and the drained replica goes after its last."""
-    openai = client(cluster.url)
     await until_load(two_replicas, 20)
     streams = [asyncio.create_task(stream_words(openai, "records", 300)) for _ in range(8)]
     await until_load(lambda load: load["held"] == 8, 5)
@@ -216,9 +213,8 @@ def scale_engines(replicas: int) -> None:
     ray.get(_get_global_client()._controller.update_deployment_replicas.remote(engine, replicas), timeout=20)
 
 
-async def test_redeploy_cuts_no_stream(cluster, deployments_of) -> None:
+async def test_redeploy_cuts_no_stream(cluster, openai, deployments_of) -> None:
     """Replacing every process, admission too, cuts no stream and fails no request."""
-    openai = client(cluster.url)
     await until_load(two_replicas, 20)
     stop = asyncio.Event()
     answers: list[int] = []

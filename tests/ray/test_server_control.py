@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.server import ServerError, free_port, running_server
 
+pytestmark = pytest.mark.timeout(420)
+
 
 def write_config(path: Path, port: int, *, crash: bool = False) -> Path:
     path.write_text(
@@ -26,7 +28,7 @@ def test_a_server_runs_for_the_block_and_not_longer(tmp_path: Path) -> None:
     """It answers inside, its processes and its port are gone after."""
     port = free_port()
     config = write_config(tmp_path / "cluster.yaml", port)
-    with running_server(config, ("127.0.0.1", port), tmp_path / "log", start_timeout_s=60) as server:
+    with running_server(config, ("127.0.0.1", port), tmp_path / "log", start_timeout_s=150) as server:
         assert httpx.get(f"{server.url}/", trust_env=False).text == "good day"
         server.check()
         family = psutil.Process(server.process.pid).children(recursive=True)
@@ -43,6 +45,6 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = write_config(tmp_path / "cluster.yaml", port, crash=True)
     with (
         pytest.raises(ServerError, match="the greeting is lost"),
-        running_server(config, ("127.0.0.1", port), tmp_path / "log", start_timeout_s=90),
+        running_server(config, ("127.0.0.1", port), tmp_path / "log", start_timeout_s=240),
     ):
         pytest.fail("the server should not have become ready")

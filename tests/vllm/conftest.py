@@ -44,7 +44,7 @@ def bench(default_model: Path) -> Iterator[Bench]:
     """The engine; started once."""
     bench = Bench(default_model)
     yield bench
-    bench.engine.engine_core.shutdown()
+    bench.close()
 
 
 @pytest.fixture

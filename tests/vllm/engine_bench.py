@@ -42,15 +42,15 @@ class Run:
 
 
 class Bench:
-    """A vLLM engine in float32, where token ids do not depend on how requests are batched."""
+    """A vLLM engine; in float32 token ids do not depend on how requests are batched."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
         from vllm import LLM  # noqa: PLC0415
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
         self.llm = LLM(
             model=str(model),
-            dtype="float32",
+            dtype=dtype,
             max_model_len=1024,
             max_num_seqs=32,
             max_num_batched_tokens=256,
@@ -68,6 +68,10 @@ class Bench:
             name: LoRARequest(name, index, str(ROOT / "adapters" / name)) for index, name in enumerate(SERVICES, 1)
         }
         self._serial = count()
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self.engine.engine_core.shutdown()
 
     @property
     def scheduler(self) -> Any:

@@ -10,7 +10,7 @@ from scripts.answer_formats import decisive_part, has_format
 from scripts.compose_examples import SERVICES, load
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_TOKENS = 96
+MAX_TOKENS = 72
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft", reason="needs the `train` extra")

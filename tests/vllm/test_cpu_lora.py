@@ -118,6 +118,7 @@ MISSING = {
     "all slices": {},
     "q and v only": {0: (1,), 2: (1,)},
     "one slice each": {0: (1, 2), 1: (0, 2), 2: (0, 1), 3: (0, 1, 2)},
+    "one adapter alone in the layer": {0: (0, 1, 2), 1: (0, 1, 2), 3: (0, 1, 2)},
 }
 
 

@@ -75,6 +75,16 @@ async def test_least_loaded_first() -> None:
     assert await used(subject) == {"small": 2, "large": 6}
 
 
+async def test_equal_loads_go_by_kv_cache() -> None:
+    """Among replicas with the same share in use, the one with the emptier KV cache is taken."""
+    subject = admission()
+    await subject.heartbeat(replace(status("a"), kv_usage=0.9))
+    await subject.heartbeat(replace(status("b"), kv_usage=0.1))
+    grant = await subject.acquire(ticket("x"))
+    assert isinstance(grant, Grant)
+    assert grant.replica_id == "b"
+
+
 async def test_the_setting_bounds_a_replica() -> None:
     """inflight_per_replica overrides what the replica could take."""
     subject = admission(inflight_per_replica=1)

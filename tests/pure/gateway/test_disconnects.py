@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from deployments.protocol import ReplicaUnavailableError
+from deployments.protocol import Delivery, ReplicaUnavailableError
 from deployments.replica_book import ReplicaBook
 from deployments.settings import AdmissionSettings
 from tests.fakes.house import ENGINE, GATEWAY, House, RawCall, chat, run_house
@@ -158,6 +161,8 @@ async def test_a_slot_is_free_when_the_engine_is_done() -> None:
         second = house.call(chat(stream=True))
         await until(lambda: len(house.pool.replicas["r0"].engine.submitted) == 2, 1)
         assert first.status is None
+        await house.gateway.report()
+        assert (await house.load())["replicas"]["r0"]["used"] == 1
         await asyncio.wait([first.task, second.task])
         assert (await house.admission.slo())["triage"]["outcomes"]["completed"] == 2
 
@@ -241,3 +246,35 @@ async def test_queued_requests_outlive_admission() -> None:
         await asyncio.wait([call.task])
         assert call.status == 200
         assert 5 < failures < 20
+
+
+async def test_owned_work_leaves_the_request_context() -> None:
+    """Streams, releases and aborts run outside the request's context: Serve cancels what runs in it."""
+    marker: ContextVar[str | None] = ContextVar("marker", default=None)
+    seen: dict[str, str | None] = {}
+    async with run_house() as house:
+        pool, admission = house.pool, house.admission
+        real_abort, real_release, real_deliveries = pool.abort, admission.release, pool.deliveries
+
+        async def abort(*arguments: Any) -> None:
+            seen["abort"] = marker.get()
+            await real_abort(*arguments)
+
+        async def release(*arguments: Any) -> None:
+            seen["release"] = marker.get()
+            await real_release(*arguments)
+
+        async def deliveries(*arguments: Any) -> AsyncGenerator[list[Delivery], None]:
+            seen["deliveries"] = marker.get()
+            async with contextlib.aclosing(real_deliveries(*arguments)) as batches:
+                async for batch in batches:
+                    yield batch
+
+        pool.abort, admission.release, pool.deliveries = abort, release, deliveries  # type: ignore[method-assign]
+        marker.set("a request")
+        call = house.call(chat(stream=True, max_tokens=500))
+        await until(lambda: len(call.messages) > 3)
+        call.disconnect()
+        await quiet(house)
+        await house.settle()
+    assert seen == {"abort": None, "release": None, "deliveries": None}

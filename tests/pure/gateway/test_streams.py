@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from deployments.exchange import aimed
+from deployments.protocol import Promise
+from scheduling.request import ReleasePolicy
 from tests.fakes.house import ENGINE, GATEWAY, chat, run_house
 from tests.fakes.surroundings import until
 from tests.fakes.virtual_time import virtual_us
@@ -155,3 +158,29 @@ async def test_idle_stream_of_an_unroutable_replica_is_closed() -> None:
         )
         assert {answer.status_code for answer in answers} == {200}
         assert house.pool.open_streams["r0"] == 0
+
+
+async def test_engines_aim_earlier_than_the_promise() -> None:
+    """The engine is asked for a little more than is promised, admission and account go by the promise itself."""
+    async with run_house() as house:
+        call = house.call(chat(stream=True, max_tokens=50))
+        await house.settle()
+        job = next(iter(house.pool.replicas["r0"].engine.running.values()))
+        assert (job.submission.promise.ttft_us, job.submission.promise.tbt_us) == (295_000, 45_000)
+        await asyncio.wait([call.task])
+        await house.settle()
+        assert (await house.admission.slo())["triage"]["targets"] == {"ttft_ms": 300, "tbt_ms": 50}
+    assert aimed(Promise(1_000, 100, ReleasePolicy.OFF, 0), 5_000) == Promise(900, 90, ReleasePolicy.OFF, 0)
+
+
+async def test_tokens_paced_to_their_target_keep_it() -> None:
+    """An engine that paces tokens exactly as far apart as it is asked to keeps every gap, pacer jitter and all."""
+    engine = replace(ENGINE, engine_args={"step_us": 10_000, "pace": True})
+    async with run_house(engine=engine) as house:
+        await asyncio.gather(
+            *(house.http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=60)) for _ in range(2))
+        )
+        await house.settle()
+        account = (await house.admission.slo())["triage"]
+        assert account["tokens"]["gaps"] == {"met": 118, "missed": 0, "attainment": 1.0}
+        assert account["tbt"]["counts"][3] + account["tbt"]["counts"][4] >= 110

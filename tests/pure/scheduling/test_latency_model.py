@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.latency_model import CELLS, RATIOS, StepTimeModel, pairs_of
+from scheduling.latency_model import StepTimeModel, pairs_of
 from scheduling.nnls import solve_nnls
 from scheduling.policy import StepRecord
 from scheduling.sliding_quantile import SlidingQuantile
+from scheduling.step_fit import CELLS, RATIOS
 
 
 def true_us(decodes: int, context: int, tokens: int, prefix: int) -> float:

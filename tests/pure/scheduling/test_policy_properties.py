@@ -98,7 +98,7 @@ def views(draw) -> View:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(view=views(), batch=st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_plans_are_valid_and_never_empty(name, view, batch):
     """A plan names known requests once, cuts only its last chunk, keeps the budget, and is not empty for nothing."""
     plan = policy_named(name, batch).plan(view)
@@ -112,7 +112,7 @@ def test_plans_are_valid_and_never_empty(name, view, batch):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(view=views(), batch=st.integers(1, 40), shuffle=st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_order_of_running_does_not_matter(name, view, batch, shuffle: random.Random):
     """The plan depends on the requests, not on the order in which the host keeps them."""
     shuffled = list(view.running)
@@ -123,7 +123,7 @@ def test_the_order_of_running_does_not_matter(name, view, batch, shuffle: random
 
 @pytest.mark.parametrize("name", NAMES)
 @given(states=requests(), bounds=limits, batch=st.integers(2, 40))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_everything_finishes_and_nothing_is_early(name, states, bounds, batch):
     """When arrivals stop, every request finishes, even with few KV blocks and fewer adapter slots than adapters; no
     token is released before it is ready, before its predecessor or, under `slo`, before its target."""
@@ -144,7 +144,7 @@ def test_everything_finishes_and_nothing_is_early(name, states, bounds, batch):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(states=requests(most=16), bounds=limits)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_same_calls_same_plans(name, states, bounds):
     """A policy is deterministic: the same requests give the same steps."""
 
