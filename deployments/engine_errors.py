@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.protocol import Delivery, Refusal
 
@@ -51,6 +52,32 @@ def error_response(error: Exception) -> ErrorResponse:
     return create_error_response(error)
 
 
+def validation_fault(error: Exception) -> ErrorResponse:
+    """The error for an exception raised while a request was only validated.
+
+    Nothing ran, so whatever vLLM stumbles over (a recursion, an overflow, an assertion) is in the request: a 400. Only
+    an engine that is gone is the server's fault.
+    """
+    response = error_response(error)
+    if response.error.code < HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, GenerationError | EngineDeadError):
+        return response
+    return create_error_response(f"The request cannot be processed: {type(error).__name__}: {str(error)[:200]}")
+
+
+def grammar_fault(body: Mapping[str, Any], response: ErrorResponse) -> ErrorResponse:
+    """``response``, or a 400 where the engine failed before the first token of a request with structured output.
+
+    vLLM compiles grammars in the engine and reports one that cannot be compiled as an internal error.
+    """
+    response_format = body.get("response_format")
+    is_plain = response_format is None or (isinstance(response_format, dict) and response_format.get("type") == "text")
+    fields = [name for name in ("structured_outputs", "tools") if body.get(name)]
+    fields += [] if is_plain else ["response_format"]
+    if response.error.code != HTTPStatus.INTERNAL_SERVER_ERROR or not fields:
+        return response
+    return create_error_response(f"{fields[0]} could not be compiled into a grammar.", param=fields[0])
+
+
 def _validation_text(entry: Mapping[str, Any]) -> str:
     where = clean_loc_for_param(tuple(entry["loc"])) if entry["loc"] else "body"
     return f"{where}: {entry['msg']}"
@@ -77,6 +104,6 @@ def error_delivery(request_id: str, response: ErrorResponse) -> Delivery:
     return Delivery(request_id, json.dumps(body, ensure_ascii=False), last=True, status=status)
 
 
-def early_error(request_id: str, event: str) -> Delivery:
-    """An error that vLLM reports inside the stream before any token: turn it into a response of its own."""
-    return error_delivery(request_id, ErrorResponse.model_validate(json.loads(event.removeprefix("data: "))))
+def early_error(event: str) -> ErrorResponse:
+    """The error that vLLM reports inside a stream before any token."""
+    return ErrorResponse.model_validate(json.loads(event.removeprefix("data: ")))

@@ -29,8 +29,10 @@ from deployments.engine_errors import (
     early_error,
     error_delivery,
     error_response,
+    grammar_fault,
     is_prompt_too_long,
     refusal,
+    validation_fault,
 )
 from deployments.promise_client import Emission, Probe, PromiseClient, current_request
 from deployments.protocol import Delivery, Endpoint, Prepared, Refusal, Submission
@@ -84,7 +86,7 @@ class OpenAISurface:
         except Exception as error:
             if is_prompt_too_long(error):
                 error = await self._counted(submission, error)
-            return refusal(error_response(error))
+            return refusal(validation_fault(error))
         finally:
             current_request.reset(token)
         return Prepared(probe.prompt_tokens, probe.max_tokens, probe.sequences, stream)
@@ -110,7 +112,8 @@ class OpenAISurface:
             elif isinstance(result, AsyncGenerator):
                 async for event in result:
                     if not begun and not parts and event.startswith('data: {"error"'):
-                        send(early_error(submission.request_id, event))
+                        fault = grammar_fault(submission.body, early_error(event))
+                        send(error_delivery(submission.request_id, fault))
                         return
                     parts.append(event)
                 flush(last=True)
@@ -123,7 +126,7 @@ class OpenAISurface:
                 parts.append(f"data: {response.model_dump_json()}\n\n")
                 flush(last=True)
             else:
-                send(error_delivery(submission.request_id, response))
+                send(error_delivery(submission.request_id, grammar_fault(submission.body, response)))
         finally:
             current_request.reset(token)
 
@@ -150,6 +153,8 @@ class OpenAISurface:
     def _parse(self, submission: Submission) -> ChatCompletionRequest | CompletionRequest:
         body = {key: value for key, value in submission.body.items() if key not in _INTERNAL_FIELDS}
         body["request_id"] = submission.request_id
+        if body.get("use_beam_search"):
+            raise ValueError("use_beam_search is not supported: its steps have no deadlines")
         model = ChatCompletionRequest if submission.endpoint is Endpoint.CHAT else CompletionRequest
         return model.model_validate(body)
 

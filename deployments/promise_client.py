@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_plugin.promise import PROMISE_KEY, RequestPromise, detach_hold
 
@@ -62,6 +63,7 @@ class PromiseClient:
     def __init__(self, llm: AsyncLLM, supported_tasks: tuple[Any, ...]) -> None:
         self._llm = llm
         self._supported_tasks = supported_tasks
+        self._encoder = MsgpackEncoder()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -87,6 +89,8 @@ class PromiseClient:
         engine_request = self._llm.input_processor.process_inputs(
             request_id, prompt, params, self._supported_tasks, lora_request=kwargs.get("lora_request")
         )
+        # What cannot be sent to the engine, like a number beyond 64 bits, has to show here.
+        self._encoder.encode(engine_request)
         probe.prompt_tokens += len(engine_request.prompt_token_ids or ())
         probe.max_tokens = max(probe.max_tokens, params.max_tokens or 0)
         probe.sequences += params.n

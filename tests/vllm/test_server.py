@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = "smollm2-135m-instruct"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+DEEP_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "[" * 50_000 + "]" * 50_000}}
 QUESTION = {"role": "user", "content": "My chest hurts when I climb stairs. I am 65."}
 
 
@@ -131,6 +132,17 @@ WRONG: list[tuple[str, str, dict[str, Any], int]] = [
     ("zero choices", CHAT, {"n": 0}, 400),
     ("too many logprobs", CHAT, {"logprobs": True, "top_logprobs": 5000}, 400),
     ("response format nobody knows", CHAT, {"response_format": {"type": "poem"}}, 400),
+    ("top_k beyond 64 bits", CHAT, {"top_k": 2**70}, 400),
+    ("beam search", CHAT, {"use_beam_search": True, "n": 2}, 400),
+    ("a regex nobody can compile", CHAT, {"structured_outputs": {"regex": "(?R)"}}, 400),
+    ("a grammar nobody can parse", CHAT, {"structured_outputs": {"grammar": "root ::= ("}}, 400),
+    (
+        "tool arguments nested too deep",
+        CHAT,
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [DEEP_CALL]}, QUESTION]},
+        400,
+    ),
+    ("a million wrong messages", CHAT, {"messages": [7] * 1_000_000}, 400),
     ("empty prompt", COMPLETIONS, {"prompt": ""}, 400),
     ("prompt tokens outside the vocabulary", COMPLETIONS, {"prompt": [99_999_999]}, 400),
     ("prompt without tokens", COMPLETIONS, {"prompt": []}, 400),
