@@ -11,6 +11,7 @@ def register() -> None:
 
     status.install("cpu_lora", _install_cpu_lora)
     status.install("cpu_seeds", _install_cpu_seeds)
+    status.install("cpu_waits", _install_cpu_waits)
 
 
 def _install_cpu_lora() -> str:
@@ -23,3 +24,9 @@ def _install_cpu_seeds() -> str:
     from vllm_plugin.cpu_seeds import install_cpu_seeds  # noqa: PLC0415
 
     return install_cpu_seeds()
+
+
+def _install_cpu_waits() -> str:
+    from vllm_plugin.cpu_waits import install_cpu_waits  # noqa: PLC0415
+
+    return install_cpu_waits()
