@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ class OpenAISurface:
         emission = Emission(_promise_of(submission, arrival_us), flush)
         token = current_request.set(emission)
         try:
-            result = await self._serve(submission.endpoint, self._parse(submission))
+            request = self._parse(submission)
+            emission.promise = replace(emission.promise, streaming=bool(request.stream))
+            result = await self._serve(submission.endpoint, request)
             if isinstance(result, ErrorResponse):
                 send(error_delivery(submission.request_id, result))
             elif isinstance(result, AsyncGenerator):
@@ -173,7 +176,7 @@ def _promise_of(submission: Submission, arrival_us: int) -> RequestPromise:
         tbt_us=promise.tbt_us,
         release=promise.release,
         hold_max_us=promise.hold_max_us,
-        streaming=bool(submission.body.get("stream")),
+        streaming=False,  # known when vLLM has parsed the request: it takes "false" for False
     )
 
 

@@ -7,6 +7,7 @@ long lists are looked at here first, element by element, and the first wrong one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,14 @@ PROMPT_TOKENS_MAX = 2_000_000
 VALUES_MAX = 20_000
 """Values (numbers, texts, containers) in all other fields together. A bias on every token is refused."""
 
+CHOICES_MAX = 128
+"""OpenAI's limit. One request for a thousand choices would keep everybody else out of its replica."""
+
+GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+GRAMMAR_VALUES_MAX = 2_000
+GRAMMAR_CHARS_MAX = 65_536
+"""Grammars are compiled one after the other, in time and memory that grow faster than they do."""
+
 
 def check_shape(body: Mapping[str, Any]) -> None:
     """ApiError 400 for a body whose size or structure no valid request has."""
@@ -25,6 +34,12 @@ def check_shape(body: Mapping[str, Any]) -> None:
         _check_messages(body["messages"])
     if "prompt" in body:
         _check_prompt(body["prompt"])
+    choices = body.get("n")
+    if isinstance(choices, int) and choices > CHOICES_MAX:
+        raise _refused(f"n is {choices}; at most {CHOICES_MAX} choices are accepted.", "n")
+    for name in GRAMMAR_FIELDS:
+        if name in body:
+            _check_grammar(name, body[name])
     rest = sum(_count(value, VALUES_MAX) for name, value in body.items() if name not in ("messages", "prompt"))
     if rest > VALUES_MAX:
         raise _refused(f"The request has more than {VALUES_MAX} values beside its messages or prompt.", None)
@@ -70,6 +85,13 @@ def _check_prompt(prompt: Any) -> None:
     if not _all_of(list, prompt) or not all(_all_of(int, ids) for ids in prompt):
         raise _refused("prompt must be a string, token ids, or an array of strings or of token ids.", "prompt")
     _check_token_count(sum(map(len, prompt)))
+
+
+def _check_grammar(name: str, grammar: Any) -> None:
+    if _count(grammar, GRAMMAR_VALUES_MAX) > GRAMMAR_VALUES_MAX:
+        raise _refused(f"{name} has more than {GRAMMAR_VALUES_MAX} values.", name)
+    if len(json.dumps(grammar)) > GRAMMAR_CHARS_MAX:
+        raise _refused(f"{name} is longer than {GRAMMAR_CHARS_MAX} characters.", name)
 
 
 def _all_of(kind: type, values: Iterable[Any]) -> bool:

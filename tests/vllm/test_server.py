@@ -265,6 +265,15 @@ def test_every_part_of_a_message_counts(url: str) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_boolean_written_as_text_is_read_as_vllm_reads_it(url: str) -> None:
+    """`"stream": "false"` is a whole answer with every token, the same as without the field."""
+    asked = ask(url, CHAT, **chat_body(stream="false")).json()
+    plain = ask(url, CHAT, **chat_body()).json()
+    assert asked["usage"] == plain["usage"]
+    assert asked["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+
+
+@pytest.mark.timeout(300)
 def test_choices_and_structured_output(url: str) -> None:
     """Several choices stream apart from each other; a JSON schema is obeyed."""
     streamed = events(ask(url, CHAT, **chat_body(n=3, temperature=1.0, seed=1, stream=True)))

@@ -29,6 +29,10 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [[1], ["a"]]}, "prompt"),
     ({"prompt": ["a"] * (PROMPTS_MAX + 1)}, "prompt"),
+    ({"n": 129}, "n"),
+    ({"structured_outputs": {"choice": ["x"] * 3_000}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+    ({"response_format": {"json_schema": {"enum": ["x"] * 3_000}}}, "response_format"),
     ({"stop": ["x"] * (VALUES_MAX + 1)}, None),
     ({"tools": [{"type": "function"}] * VALUES_MAX}, None),
 ]
