@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from app.problems import ABSENT, ConfigErrors, Problem, unknown_key, with_lines
 from app.problems import Path as KeyPath
 from app.schema_walk import section_model, sections_by_key, value_problems
 from app.yaml_source import YamlSource, placeholders, read_yaml
+from deployments.durable_file import write_durably
 
 IMPORT_PATH = "app.main:build_app"
 DEPLOYMENTS = ("gateway", "admission", "engine")
@@ -78,7 +78,8 @@ class ClusterConfig:
         application = data["applications"][self.application]
         application["args"] = _overlaid(application["args"], args or {})
         data["http_options"] = {**data["http_options"], **options}
-        _write_atomically(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
         return load_cluster(path)
 
 
@@ -253,17 +254,3 @@ def _overlaid(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             value = _overlaid(earlier, value)  # noqa: PLW2901
         result[key] = value
     return result
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except OSError:
-        Path(draft).unlink(missing_ok=True)
-        raise

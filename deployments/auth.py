@@ -15,16 +15,16 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deployments.durable_file import write_durably
 
 ALL_SERVICES = "*"
 KEY_PREFIX = "halo-"
@@ -212,19 +212,4 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    # mkstemp makes the file readable for its owner only, before anything is in it.
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in entries)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except OSError:
-        Path(draft).unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_durably(path, "".join(json.dumps(entry) + "\n" for entry in entries))

@@ -170,7 +170,7 @@ class EngineReplica:
 
     async def deliveries(self, gateway_id: str) -> AsyncIterator[list[Delivery]]:
         """All deliveries for one gateway. Opening the stream again closes the former one and aborts its requests."""
-        await self._close_stream(gateway_id)
+        self._close_stream(gateway_id)
         outbox = self._outboxes[gateway_id] = Outbox(OUTBOX_LIMIT)
         try:
             async for batch in outbox.batches(KEEPALIVE_S):
@@ -182,7 +182,7 @@ class EngineReplica:
                 outbox.close()
                 self._cancel_requests_of(gateway_id)
 
-    async def _close_stream(self, gateway_id: str) -> None:
+    def _close_stream(self, gateway_id: str) -> None:
         former = self._outboxes.pop(gateway_id, None)
         if former is not None:
             former.close()
