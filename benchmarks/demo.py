@@ -4,8 +4,11 @@
     python -m benchmarks.demo --policies fcfs,fcfs@64,halo-paper --rate 2.5 --seconds 60 --seed 7 --json
 
 A policy may carry a step budget, as in fcfs@64: the server then runs with max_num_batched_tokens 64. Every run starts
-the real server (`halo serve`) with a variant of cluster.yaml, warms it up and sends the same arrivals, prompts and
-output lengths. With --json the last line is {"policies": {NAME: {"services": {NAME: {"ttft_met": 0-1, ...}}}}}.
+the real server (`halo serve`) with a variant of cluster.yaml, warms it up with 16 requests at once and sends the same
+arrivals, prompts and output lengths. Without --rate the first server's warm-up decides the rate for all of them: the
+one that keeps about 16 requests under way, so that slow and fast machines are equally busy.
+
+With --json the last line is {"policies": {NAME: {"services": {NAME: {"ttft_met": 0-1, ...}}}}}.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,8 @@ from benchmarks.report_table import print_reports, wide_console
 from benchmarks.server import ROOT, ServerError, free_port, running_server, tail
 from benchmarks.workload import PlannedRequest, ServiceLoad, compose, lengthened, poisson_arrivals
 
-WARM_UP_TOKENS = 8
+BURST = 16
+FIRST_TOKENS = 8
 # Admission would hand requests to the engine in order of deadline; let the policy under test see all of them instead.
 IN_ENGINE = 256
 LONG_PROMPT_WORDS = (250, 450)
@@ -43,6 +48,35 @@ class Outcome:
 
     reports: Mapping[str, ServiceReport]
     observations: Sequence[Observation]
+
+
+@dataclass(slots=True)
+class Load:
+    """What every policy is sent; ``rate`` None until the first warm-up has told what the machine manages."""
+
+    services: Sequence[str]
+    rate: float | None
+    seconds: float
+    seed: int
+
+    def burst(self) -> list[PlannedRequest]:
+        """Requests like those of the load, all at once."""
+        planned = workload(self.services, 4.0 * BURST, 1.0, self.seed + 1)[:BURST]
+        return [replace(request, at_us=0) for request in planned]
+
+    def first_of_each(self) -> list[PlannedRequest]:
+        """A short request to every service: the first one loads its adapter."""
+        planned = {request.service: request for request in workload(self.services, 64.0, 2.0, self.seed + 2)}
+        return [replace(request, at_us=0, max_tokens=FIRST_TOKENS) for request in planned.values()]
+
+    def requests(self, burst_s: float) -> list[PlannedRequest]:
+        """The load. An open rate becomes the one that keeps as many requests under way as the burst had.
+
+        ``burst_s`` is how long a request of the burst took on average (Little's law).
+        """
+        if self.rate is None:
+            self.rate = round(BURST / burst_s, 2)
+        return workload(self.services, self.rate, self.seconds, self.seed)
 
 
 def workload(services: Sequence[str], rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
@@ -72,11 +106,11 @@ def overlay(policy: str) -> dict[str, Any]:
 def run_policy(
     policy: str,
     cluster: ClusterConfig,
-    requests: Sequence[PlannedRequest],
+    load: Load,
     options: argparse.Namespace,
     console: Console,
 ) -> Outcome:
-    """Serve under ``policy``, send ``requests``, return what was seen. ServerError when the server fails."""
+    """Serve under ``policy``, send ``load``, return what was seen. ServerError when the server fails."""
     targets = targets_of(cluster)
     tolerance_us = round(options.tolerance_ms * 1000)
     with tempfile.TemporaryDirectory(prefix="halo-demo-") as folder:
@@ -90,17 +124,20 @@ def run_policy(
         with running_server(variant.path, variant.address, log, say=say) as server:
             say(f"ready after {server.start_s:.0f} s")
             endpoint = Endpoint(server.url)
-            warm_up = [
-                PlannedRequest(i * 300_000, r.service, r.messages, WARM_UP_TOKENS) for i, r in enumerate(requests[:8])
-            ]
-            warmed = drive(endpoint, warm_up, targets, title=f"{policy}: warm-up", console=console)
-            if failed := [observation.error for observation in warmed if observation.error]:
-                raise ServerError(f"a request of the warm-up failed: {failed[0]}\n{tail(log)}")
-            observations = drive(
-                endpoint, requests, targets, title=f"{policy}:", console=console, tolerance_us=tolerance_us
-            )
+            send = partial(drive, endpoint, targets=targets, console=console)
+            answered(send(load.first_of_each(), title=f"{policy}: first answers"), log)
+            requests = load.requests(answered(send(load.burst(), title=f"{policy}: warm-up"), log))
+            say(f"{len(requests)} requests over {load.seconds:g} s ({load.rate:g} a second), seed {load.seed}")
+            observations = send(requests, title=f"{policy}:", tolerance_us=tolerance_us)
             server.check()
     return Outcome(report(observations, targets, options.seconds, tolerance_us), observations)
+
+
+def answered(observations: Sequence[Observation], log: Path) -> float:
+    """Seconds from a request to its last token, on average. ServerError when one failed."""
+    if failed := [observation.error for observation in observations if observation.error]:
+        raise ServerError(f"a request of the warm-up failed: {failed[0]}\n{tail(log)}")
+    return sum(observation.ended_us - observation.sent_us for observation in observations) / len(observations) / 1e6
 
 
 def targets_of(cluster: ClusterConfig) -> dict[str, Targets]:
@@ -117,14 +154,36 @@ def policy_names(text: str) -> list[str]:
     return names
 
 
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "cluster.yaml")
-    parser.add_argument("--policies", type=policy_names, default=["fcfs", "halo-paper"], metavar="NAME[@TOKENS],...")
-    parser.add_argument("--rate", type=float, default=2.5, help="requests per second, all services together")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of the arrival window")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tolerance-ms", type=float, default=10.0, help="allowed on every gap, for network and client")
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "cluster.yaml", help="default: this project's cluster.yaml"
+    )
+    parser.add_argument(
+        "--policies",
+        type=policy_names,
+        default=["fcfs", "halo-paper"],
+        metavar="NAME[@TOKENS],...",
+        help="default fcfs,halo-paper",
+    )
+    parser.add_argument(
+        "--rate",
+        type=positive,
+        help="requests per second, all services together; default: as many as keep 16 under way",
+    )
+    parser.add_argument("--seconds", type=positive, default=60.0, help="length of the arrival window; default 60")
+    parser.add_argument("--seed", type=int, default=1, help="of arrivals, prompts and lengths; default 1")
+    parser.add_argument(
+        "--tolerance-ms", type=float, default=10.0, help="allowed on every gap, for network and client; default 10"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     return parser.parse_args(arguments)
 
@@ -136,13 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cluster = load_cluster(options.config)
         targets = targets_of(cluster)
-        requests = workload(list(targets), options.rate, options.seconds, options.seed)
-        console.print(
-            f"{len(requests)} requests over {options.seconds:g} s ({options.rate:g} a second) to {len(targets)} "
-            f"services, seed {options.seed}, the same for {', '.join(options.policies)}",
-            highlight=False,
-        )
-        outcomes = {name: run_policy(name, cluster, requests, options, console) for name in options.policies}
+        load = Load(list(targets), options.rate, options.seconds, options.seed)
+        outcomes = {name: run_policy(name, cluster, load, options, console) for name in options.policies}
     except (ConfigErrors, ServerError, OSError) as error:
         console.print(f"demo: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1

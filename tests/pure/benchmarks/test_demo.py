@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attainment import Targets
-from benchmarks.demo import main, overlay, parse, policy_names, workload
+from benchmarks.demo import Load, main, overlay, parse, policy_names, workload
 from benchmarks.driver import drive
 from benchmarks.workload import PlannedRequest, WorkloadError
 
@@ -53,3 +53,32 @@ def test_requests_to_a_service_without_targets_are_refused_before_sending() -> N
     request = PlannedRequest(0, "unknown", ({"role": "user", "content": "?"},), 1)
     with pytest.raises(WorkloadError, match="unknown"):
         drive(None, [request], {"a": Targets(1, 1)})  # type: ignore[arg-type]
+
+
+def test_without_a_rate_the_first_warm_up_decides_for_all_policies() -> None:
+    """The rate that keeps 16 under way; a slower second server is sent the same requests. A given rate stays."""
+    load = Load(SERVICES, None, seconds=30, seed=3)
+    first = load.requests(burst_s=5.0)
+    assert load.rate == 3.2
+    assert load.requests(burst_s=20.0) == first
+    fixed = Load(SERVICES, 2.0, seconds=30, seed=3)
+    fixed.requests(burst_s=0.5)
+    assert fixed.rate == 2.0
+
+
+def test_the_warm_up_sends_its_requests_at_once_and_none_of_the_load() -> None:
+    """Sixteen streams together; prompts of the load itself would be found in the prefix cache."""
+    load = Load(SERVICES, 2.0, seconds=30, seed=3)
+    warm_up = load.burst()
+    assert len(warm_up) == 16
+    assert {request.at_us for request in warm_up} == {0}
+    assert sorted(request.service for request in load.first_of_each()) == sorted(SERVICES)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_rates_and_lengths_have_to_be_above_zero(value: str) -> None:
+    """Before a server is started for nothing."""
+    with pytest.raises(SystemExit):
+        parse(["--rate", value])
+    with pytest.raises(SystemExit):
+        parse(["--seconds", value])
