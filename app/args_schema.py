@@ -107,10 +107,14 @@ class ServiceArgs(PromiseArgs):
 
 
 class SchedulerArgs(Section):
-    """Which policy of ``scheduling.registry`` decides every engine step, and its options."""
+    """Which policy of ``scheduling.registry`` decides every engine step, and its options.
+
+    ``trace_dir`` is where engines write every view and plan, to look into a policy; nothing is written without it.
+    """
 
     policy: str = "halo-paper"
     options: dict[str, Any] = {}
+    trace_dir: FilePath | None = None
 
 
 class AdmissionArgs(Section):
@@ -224,6 +228,7 @@ class AppArgs(Section):
             base_promise=self.base_settings(),
             policy=self.scheduler.policy,
             policy_options=self.policy_options(),
+            trace_dir=None if self.scheduler.trace_dir is None else self.path(self.scheduler.trace_dir),
             tensor_parallel_size=self.tensor_parallel_size,
             dtype=self.dtype,
             max_model_len=self.max_model_len,

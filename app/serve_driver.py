@@ -26,6 +26,9 @@ from app.launch import ROOT, listen_addresses
 # Tokens do not go through Ray's object store, so a small one is enough; Ray accepts no less than 75 MB.
 OBJECT_STORE_BYTES = 160 * 1024 * 1024
 PROGRESS_EVERY_S = 15.0
+# Asking costs the driver and Serve's controller CPU time, on two cores the engine's.
+LOOK_EVERY_S = 0.5
+LOOK_WHEN_RUNNING_S = 5.0
 
 
 def start_ray(run_directory: Path) -> None:
@@ -57,10 +60,11 @@ class Announcer(threading.Thread):
         self._addresses = addresses
         self._begun = time.monotonic()
         self._told = ""
+        self._running = False
         self._told_at = self._begun
 
     def run(self) -> None:
-        while not self.stopping.wait(0.5):
+        while not self.stopping.wait(LOOK_WHEN_RUNNING_S if self._running else LOOK_EVERY_S):
             try:
                 applications = serve.status().applications
             except Exception:  # noqa: S112 - Serve is still starting; the main thread reports what fails
@@ -79,6 +83,7 @@ class Announcer(threading.Thread):
         running = bool(states) and all(state is ApplicationStatus.RUNNING for state in states.values())
         if not states or (running and not all(map(_answers, self._addresses))):
             return
+        self._running = running
         text = ", ".join(f"{name} {state.value}" for name, state in states.items())
         if text == self._told and (running or now - self._told_at < PROGRESS_EVERY_S):
             return

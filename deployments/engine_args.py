@@ -56,7 +56,13 @@ def build_engine_args(settings: EngineSettings) -> Any:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "scheduler_cls": SCHEDULER_CLASS,
-        "additional_config": {"halo": {"policy": settings.policy, "options": dict(settings.policy_options)}},
+        "additional_config": {
+            "halo": {
+                "policy": settings.policy,
+                "options": dict(settings.policy_options),
+                "trace_dir": str(settings.trace_dir) if settings.trace_dir else None,
+            }
+        },
         "worker_extension_cls": "vllm_plugin.worker_extension.HaloWorkerExtension",
         "enable_log_requests": False,
     }

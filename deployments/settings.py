@@ -39,7 +39,8 @@ class EngineSettings:
     """One engine replica. ``model`` is a local directory unless ``allow_hub`` is set.
 
     ``base_name`` is the model name under which the base model answers; it carries ``base_promise``.
-    ``engine_args`` are passed to vLLM's ``AsyncEngineArgs`` as they are.
+    ``trace_dir`` is where the scheduler writes what it saw and decided. ``engine_args`` are passed to vLLM's
+    ``AsyncEngineArgs`` as they are.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EngineSettings:
     base_promise: ServiceSettings
     policy: str = "halo-paper"
     policy_options: Mapping[str, Any] = field(default_factory=dict)
+    trace_dir: Path | None = None
     tensor_parallel_size: int = 1
     dtype: str = "auto"
     max_model_len: int | None = None

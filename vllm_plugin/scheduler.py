@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
@@ -28,6 +29,7 @@ from scheduling.registry import make_policy
 from scheduling.request import RequestState
 from vllm_plugin.promise import RequestPromise, attach_hold
 from vllm_plugin.request_book import RequestBook, Track
+from vllm_plugin.trace_file import TraceFile
 
 logger = init_logger(__name__)
 
@@ -65,6 +67,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         super().__init__(*args, **kwargs)
         config = dict(self.vllm_config.additional_config or {}).get(CONFIG_KEY, {})
         self.halo_policy: Policy = make_policy(config.get("policy", "halo-paper"), **config.get("options", {}))
+        self._options = dict(config.get("options", {}))
+        self._trace: TraceFile | None = None
         self._book = RequestBook()
         self._blocked: dict[str, Request] = {}
         self._leaving: dict[str, Track] = {}
@@ -78,7 +82,20 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             kv_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),  # vLLM's null block is not usable
             kv_block_tokens=self.block_size,
         )
+        if config.get("trace_dir"):
+            self._open_trace(Path(config["trace_dir"]))
         logger.info("HaloScheduler active with policy %s", self.halo_policy.name)
+
+    def _open_trace(self, directory: Path) -> None:
+        model = getattr(self.halo_policy, "model", None)
+        snapshot = model.snapshot() if model is not None else None
+        self._trace = TraceFile(directory, self.halo_policy.name, self._options, self._limits, snapshot)
+
+    def shutdown(self) -> None:
+        """End the trace too."""
+        if self._trace:
+            self._trace.close()
+        super().shutdown()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -129,6 +146,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             # The last output of a finished request is stamped after vLLM has freed it.
             self._leaving[request_id] = track
             self.halo_policy.forget(request_id)
+            if self._trace:
+                self._trace.forget(request_id)
         return super()._free_request(request, *args, **kwargs)
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -173,6 +192,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         )
         try:
             plan = self.halo_policy.plan(view)
+            if self._trace:
+                self._trace.step(view, plan)
         except Exception:
             # A fault in a policy must cost deadlines, never the engine: the stock scheduler takes this step.
             self._plan_failures += 1
@@ -308,6 +329,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             service_tokens=service_tokens,
             first_tokens=first_tokens,
         )
+        if self._trace:
+            self._trace.record(record)
         try:
             self.halo_policy.observe(record)
         except Exception:
