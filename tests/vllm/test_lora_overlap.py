@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.envs
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.platforms import current_platform
 
+import deployments.lora_overlap
 from partition.configs import Split, Unsplit
 from partition.search_result import Verdict
 from partition.table import Entry, PartitionTable, TableKey, to_text
@@ -177,6 +179,13 @@ def test_it_installs_once_where_there_is_a_gpu_and_a_table(monkeypatch, tmp_path
     replaced = BaseLinearLayerWithLoRA._apply_async_impl
     lora_overlap.install_lora_overlap()
     assert BaseLinearLayerWithLoRA._apply_async_impl is replaced
+
+
+def test_replica_and_workers_name_the_same_variables():
+    """What the replica sets is what the plug-in and vLLM read."""
+    assert deployments.lora_overlap.TABLE_VARIABLE == lora_overlap.TABLE_VARIABLE
+    assert deployments.lora_overlap.DUAL_STREAM_VARIABLE == lora_overlap.DUAL_STREAM_VARIABLE
+    assert lora_overlap.DUAL_STREAM_VARIABLE in vllm.envs.environment_variables
 
 
 def test_the_interface_is_the_known_one(monkeypatch):

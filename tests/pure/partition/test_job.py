@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from app.cli import app
+from deployments.lora_overlap import DUAL_STREAM_VARIABLE, TABLE_VARIABLE, prepare_lora_overlap
 from deployments.partition_cache import only_searcher, table_path
 from deployments.partition_host import MeasuringProcess
 from deployments.partition_job import JobReport, ModelShapeError, model_groups, run_partition_job, token_counts
 from deployments.settings import EngineSettings, ServiceSettings
 from partition.configs import MeasurementError, Split, Unsplit
+from partition.cpu_paths import CpuLoraCosts
 from partition.pair_shapes import LLAMA3_8B, LayerPair
 from partition.search_result import Verdict
-from partition.table import from_text
+from partition.table import PartitionTable, from_text, to_text
+from vllm_plugin import cpu_costs
 
 COUNTING, HARMFUL, NONE = (
     f"tests.fakes.pair_devices:{name}" for name in ("CountingDevice", "HarmfulDevice", "NoDevice")
@@ -165,6 +170,43 @@ def test_only_one_replica_searches(settings: EngineSettings, tmp_path: Path) -> 
         waiting, _, _ = job(settings, tmp_path, COUNTING, time_box_s=3.0)
     assert waiting.table is None
     assert "another replica has been searching" in waiting.reason
+
+
+def test_the_engine_gets_a_table_only_where_something_wins(
+    settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Switched off, without a GPU, or with a table that helps: the workers' environment says which."""
+    monkeypatch.setenv(TABLE_VARIABLE, "left over")
+    monkeypatch.setenv(DUAL_STREAM_VARIABLE, "1")
+    log = tmp_path / "log"
+    counting = (COUNTING, str(log))
+    assert prepare_lora_overlap(settings, device=counting, cache=tmp_path).startswith("off: lora_overlap is false")
+    assert TABLE_VARIABLE not in os.environ
+    assert DUAL_STREAM_VARIABLE not in os.environ
+    assert not log.exists()
+    wanted = EngineSettings(**{**_fields(settings), "lora_overlap": True})
+    assert "no CUDA device" in prepare_lora_overlap(wanted, device=(NONE,), cache=tmp_path)
+    assert TABLE_VARIABLE not in os.environ
+    assert prepare_lora_overlap(wanted, device=counting, cache=tmp_path).startswith("on: ")
+    assert os.environ[DUAL_STREAM_VARIABLE] == "1"
+    assert from_text(Path(os.environ[TABLE_VARIABLE]).read_text(), None).entries
+    monkeypatch.delenv(TABLE_VARIABLE)
+    monkeypatch.delenv(DUAL_STREAM_VARIABLE)
+
+
+def test_costs_of_another_cpu_are_not_used(tmp_path: Path) -> None:
+    """A CPU's measured costs are taken from the table file; another CPU's, a GPU's or damaged ones are not."""
+    costs = CpuLoraCosts(call_us=99.0)
+    path = tmp_path / "costs.json"
+    key = cpu_costs.cpu_key(16, "0.32.0")
+    path.write_text(to_text(PartitionTable(key, cpu_costs=costs)))
+    assert cpu_costs.measured_costs(str(path)) == costs
+    path.write_text(to_text(PartitionTable(replace(key, device="another"), cpu_costs=costs)))
+    assert cpu_costs.measured_costs(str(path)) == CpuLoraCosts()
+    path.write_text(to_text(PartitionTable(key)))
+    assert cpu_costs.measured_costs(str(path)) == CpuLoraCosts()
+    path.write_text("{")
+    assert cpu_costs.measured_costs(str(path)) == CpuLoraCosts()
 
 
 def test_batch_sizes_are_powers_of_two_up_to_a_step(settings: EngineSettings) -> None:
