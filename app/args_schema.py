@@ -159,6 +159,7 @@ class AppArgs(Section):
     max_lora_rank: LoraRank = 16
     max_loras: Annotated[int, Field(ge=1)] | None = None
     kv_cache_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    lora_overlap: bool = False
     engine_args: dict[str, Any] = {}
 
     scheduler: SchedulerArgs = SchedulerArgs()
@@ -237,6 +238,7 @@ class AppArgs(Section):
             max_lora_rank=self.max_lora_rank,
             max_loras=self.max_loras or max(1, self.adapters),
             kv_cache_gb=self.kv_cache_gb,
+            lora_overlap=self.lora_overlap,
             allow_hub=self.allow_hub,
             engine_args=dict(self.engine_args),
         )

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from app import launch
+from app import launch, partition_command
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from app.durations import format_duration
 from deployments.auth import ALL_SERVICES, KeysError, add_key, list_keys, remove_key
+from partition.analytic_device import GPU_PROFILES
+from partition.searches import DEFAULT_SEARCH, SEARCHES
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, help=__doc__)
 keys_app = typer.Typer(no_args_is_help=True, help="Manage the file of API keys that auth.keys_file names.")
@@ -50,6 +52,38 @@ def serve(
     """Check a cluster.yaml and serve it on this machine until Ctrl-C, on a Ray cluster of its own."""
     check(config)
     raise typer.Exit(launch.main(config))
+
+
+@app.command()
+def partition(  # noqa: PLR0917 - typer makes options of them
+    config: Annotated[Path, typer.Argument(help="The Serve config file.")] = Path("cluster.yaml"),
+    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = DEFAULT_SEARCH,
+    simulate: Annotated[str | None, typer.Option(help=f"An analytic GPU: {', '.join(GPU_PROFILES)}.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw curves and search path into this file (png, pdf, svg).")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Stop searching after this time.", min=0.1)] = 10.0,
+    anew: Annotated[bool, typer.Option(help="Search although there is a stored table.")] = False,
+) -> None:
+    """Find on which SMs of this GPU base and LoRA layers run, print it, and store it for the engines."""
+    if search not in SEARCHES:
+        raise _failure(f"--search: there is no search {search}; there are {', '.join(SEARCHES)}")
+    try:
+        settings = load_cluster(config).args.engine_settings()
+    except ConfigErrors as errors:
+        _print_errors(errors)
+        raise typer.Exit(1) from None
+    console = Console(highlight=False)
+    console.width = max(console.width, _TABLE_COLUMNS)
+    report = partition_command.run(settings, console, search=search, simulate=simulate, minutes=minutes, reuse=not anew)
+    if report.table is None:
+        raise _failure(report.reason)
+    partition_command.show(report, console)
+    if plot is not None:
+        try:
+            partition_command.plot(report, plot)
+        except (partition_command.PlotError, OSError, ValueError) as error:
+            raise _failure(f"--plot: {error}") from None
 
 
 @keys_app.command("add")

@@ -1,6 +1,6 @@
 """Fit the cost model that chooses which rows share a LoRA product on the CPU (`partition.cpu_paths.CpuLoraCosts`).
 
-    python -m benchmarks.lora_cpu_costs [--json]
+    python -m benchmarks.lora_cpu_costs [--json] [--table FILE]
 
 Times one product of each layer group of the default model (QKV, O, gate and up, down) for several row counts, ranks and
 row layouts, with more copies of the weights than the caches hold, and fits the coefficients by non-negative least
@@ -15,13 +15,18 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.lora_cpu import hardware
+from deployments.durable_file import write_durably
+from deployments.partition_job import vllm_version
 from partition.cpu_paths import CpuLoraCosts, RowGroup
+from partition.table import PartitionTable, to_text
+from vllm_plugin.cpu_costs import cpu_key
 from vllm_plugin.cpu_lora_ops import AdapterStack, StepGroup
 
 SHAPES = {"qkv": (576, (576, 192, 192)), "o": (576, (576,)), "gate_up": (576, (1536, 1536)), "down": (1536, (576,))}
@@ -98,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--table", type=Path, help="also write the costs into this table file, for engines on this CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -115,6 +121,9 @@ def main() -> None:
                         samples.append((rows, adapters * RANK, gathered, us))
                 print(f"{name}, {adapters} adapters of rank {RANK}: done", file=sys.stderr, flush=True)
     costs = fit(samples)
+    if arguments.table is not None:
+        table = PartitionTable(cpu_key(RANK, vllm_version()), cpu_costs=costs)
+        write_durably(arguments.table, to_text(table))
     errors = [abs(costs.product_us(rows, ranks, gathered=g) / us - 1) for rows, ranks, g, us in samples]
     result: dict[str, Any] = {
         "costs": asdict(costs),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.adapters import prepare_adapters
 from deployments.engine_args import build_engine_args, set_engine_environment
+from deployments.lora_overlap import prepare_lora_overlap
 from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
     Delivery,
@@ -72,6 +73,7 @@ class EngineReplica:
         cannot be served, and :class:`EngineNotActiveError`.
         """
         set_engine_environment(self._settings)
+        await asyncio.to_thread(prepare_lora_overlap, self._settings)
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
         from deployments.engine_load import EngineLoad  # noqa: PLC0415

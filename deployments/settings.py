@@ -39,8 +39,9 @@ class EngineSettings:
     """One engine replica. ``model`` is a local directory unless ``allow_hub`` is set.
 
     ``base_name`` is the model name under which the base model answers; it carries ``base_promise``.
-    ``trace_dir`` is where the scheduler writes what it saw and decided. ``engine_args`` are passed to vLLM's
-    ``AsyncEngineArgs`` as they are.
+    ``trace_dir`` is where the scheduler writes what it saw and decided. ``lora_overlap`` runs base and LoRA on SM
+    partitions where a search at start-up finds that to win.
+    ``engine_args`` are passed to vLLM's ``AsyncEngineArgs`` as they are.
     """
 
     model: str
@@ -58,6 +59,7 @@ class EngineSettings:
     max_lora_rank: int = 16
     max_loras: int = 4
     kv_cache_gb: float | None = None
+    lora_overlap: bool = False
     allow_hub: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 

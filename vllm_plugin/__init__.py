@@ -12,6 +12,7 @@ def register() -> None:
     status.install("cpu_lora", _install_cpu_lora)
     status.install("cpu_seeds", _install_cpu_seeds)
     status.install("cpu_waits", _install_cpu_waits)
+    status.install("lora_overlap", _install_lora_overlap)
 
 
 def _install_cpu_lora() -> str:
@@ -30,3 +31,9 @@ def _install_cpu_waits() -> str:
     from vllm_plugin.cpu_waits import install_cpu_waits  # noqa: PLC0415
 
     return install_cpu_waits()
+
+
+def _install_lora_overlap() -> str:
+    from vllm_plugin.lora_overlap import install_lora_overlap  # noqa: PLC0415
+
+    return install_lora_overlap()

@@ -6,6 +6,7 @@ wrong results.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import torch
@@ -29,6 +30,17 @@ PUNICA_METHODS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# What `vllm_plugin.lora_overlap` calls and replaces, as module:attribute and its parameters.
+OVERLAP_CALLS: dict[str, tuple[str, ...]] = {
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA._apply_async_impl": ("self", "x", "bias"),
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA._apply_sync": ("self", "x", "bias"),
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA._get_quant_method": ("self",),
+    "vllm.utils.multi_stream_utils:execute_in_parallel": (
+        "default_fn", "aux_fns", "start_event", "done_events", "aux_streams", "enable", "default_first",
+    ),
+}  # fmt: skip
+
+
 class UpstreamChangedError(RuntimeError):
     """vLLM no longer has the interface the plug-in was written for."""
 
@@ -49,6 +61,25 @@ def check_punica_interface() -> None:
         problems.append(f"{type(current_platform).__name__}.inference_mode is no longer torch.no_grad")
     if problems:
         raise UpstreamChangedError("vLLM's CPU LoRA interface changed: " + "; ".join(problems))
+
+
+def check_overlap_interface() -> None:
+    """Raise `UpstreamChangedError`, naming every difference, unless vLLM's LoRA linear layers are the known ones."""
+    problems = []
+    for path, expected in OVERLAP_CALLS.items():
+        module, _, attribute = path.partition(":")
+        try:
+            found: object = importlib.import_module(module)
+            for name in attribute.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{path} is gone ({error})")
+            continue
+        parameters = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        if parameters != expected:
+            problems.append(f"{path} takes {', '.join(parameters)}, not {', '.join(expected)}")
+    if problems:
+        raise UpstreamChangedError("vLLM's LoRA linear layers changed: " + "; ".join(problems))
 
 
 def _parameters(name: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 
 from partition.cpu_paths import NO_ADAPTER, CpuLoraCosts, group_rows
 from vllm_plugin.compat import check_punica_interface
+from vllm_plugin.cpu_costs import measured_costs
 from vllm_plugin.cpu_lora_ops import AdapterStack, StepGroup
 
 WRAPPER = "vllm_plugin.cpu_lora.GroupedPunicaWrapper"
@@ -83,7 +84,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         lora_config = kwargs.get("lora_config")
         self._rank = lora_config.max_lora_rank if lora_config is not None else RANK_DEFAULT
-        self._costs = CpuLoraCosts()
+        self._costs = measured_costs()
         self._tokens = self._samples = _StepRows((), 0, self._rank, self._costs)
         self._stacks: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], AdapterStack]] = {}
         self._by_tensor: dict[int, AdapterStack] = {}

@@ -10,4 +10,9 @@ class HaloWorkerExtension:
 
     def halo_parts(self) -> dict[str, str]:
         """The parts of the plug-in in this worker process and what each did; see :func:`vllm_plugin.status.active`."""
-        return status.active()
+        parts = status.active()
+        # Streams are made after the plug-in was installed; what became of them is known only now.
+        from vllm_plugin.lora_overlap import current_state  # noqa: PLC0415
+
+        overlap = current_state()
+        return parts if overlap is None else parts | {"lora_overlap": overlap}
