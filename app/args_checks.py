@@ -149,7 +149,7 @@ def _check_scheduler(view: ArgsView) -> None:
         elif fault := known[option].fault(value):
             view.report(path, fault, value)
     for option, entry in known.items():
-        if entry.required and option not in options:
+        if entry.required and not entry.measured and option not in options:
             message = f"is missing; {policy} needs it: {entry.meaning}"
             view.report(("scheduler", "options", option), message, ABSENT)
 

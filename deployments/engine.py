@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.adapters import prepare_adapters
 from deployments.engine_args import build_engine_args, set_engine_environment
+from deployments.engine_profile import profile_engine
 from deployments.lora_overlap import prepare_lora_overlap
 from deployments.outbox import Outbox, OutboxFullError
 from deployments.protocol import (
@@ -88,6 +89,7 @@ class EngineReplica:
         self._surface = await OpenAISurface.build(self._llm, engine_args, adapters, self._settings.base_name)
         await self._check_parts()
         await self._warm_up()
+        await profile_engine(self._llm, self._surface.lora_requests)
 
     async def _check_parts(self) -> None:
         """vLLM only logs a plug-in that fails and serves on without it; a replica must not."""

@@ -60,6 +60,7 @@ def build_engine_args(settings: EngineSettings) -> Any:
             "halo": {
                 "policy": settings.policy,
                 "options": dict(settings.policy_options),
+                "tbt_min_us": min(promise.tbt_us for promise in (*settings.services, settings.base_promise)),
                 "trace_dir": str(settings.trace_dir) if settings.trace_dir else None,
             }
         },

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest, TokenizeResponse
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -71,6 +72,11 @@ class OpenAISurface:
         state = State()
         await init_app_state(PromiseClient(llm, tasks), state, args, tasks)  # type: ignore[arg-type]
         return cls(state)
+
+    @property
+    def lora_requests(self) -> list[LoRARequest]:
+        """The loaded adapters as vLLM addresses them."""
+        return list(self._state.openai_serving_models.lora_requests.values())
 
     async def prepare(self, submission: Submission) -> Prepared | Refusal:
         """Validate a request as the engine would, without running it."""

@@ -18,12 +18,16 @@ from scheduling.vtc import VtcRate, VtcTokens
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A whole-number option of a policy, from ``minimum`` to ``maximum``."""
+    """A whole-number option of a policy, from ``minimum`` to ``maximum``.
+
+    A ``measured`` one may be left out of a configuration: the host finds it in the profiling pass.
+    """
 
     minimum: int
     meaning: str
     required: bool = False
     maximum: int = 2**53
+    measured: bool = False
 
     def fault(self, value: object) -> str | None:
         """Return what is wrong with ``value``, or None."""
@@ -45,8 +49,10 @@ class PolicyEntry:
     meaning: str
 
 
-_BATCH = Option(1, "decodes plus prompt tokens in a step: the batch that meets the strictest TBT", required=True)
-_COLD_BATCH = Option(1, "decodes plus prompt tokens in a step until the step-time model is warm")
+_BATCH = Option(
+    1, "decodes plus prompt tokens in a step: the batch that meets the strictest TBT", required=True, measured=True
+)
+_COLD_BATCH = Option(1, "decodes plus prompt tokens in a step until the step-time model is warm", measured=True)
 _MARGIN = Option(0, "microseconds kept free before a deadline; without it, 5 % of the strictest TBT")
 _QUANTILE = Option(50, "percentage of steps that shall stay within their predicted time", maximum=99)
 _TBT_MIN = Option(1, "strictest TBT of any service in microseconds; without it, the strictest seen so far")

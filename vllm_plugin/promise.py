@@ -15,6 +15,8 @@ from scheduling.request import ReleasePolicy
 
 PROMISE_KEY = "halo_promise"
 HOLD_KEY = "halo_hold_us"
+PROFILING_KEY = "halo_profiling"
+PROFILED_KEY = "halo_profiled"
 
 # Direct users of the engine (vLLM's own tools, profiling) make no promise. An hour keeps them behind all who do.
 UNPROMISED_US = 3_600_000_000
@@ -63,6 +65,11 @@ class RequestPromise:
             hold_max_us=wire["hold_max_us"],
             streaming=wire["streaming"],
         )
+
+
+def profiling_requests(extra_args: Mapping[str, Any] | None) -> int:
+    """How many requests the profiling pass has of which this request is one; 0 for any other request."""
+    return int((extra_args or {}).get(PROFILING_KEY, 0))
 
 
 def attach_hold(kv_transfer_params: dict[str, Any] | None, hold_us: int) -> dict[str, Any]:

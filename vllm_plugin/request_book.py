@@ -16,12 +16,14 @@ class Track:
 
     With async scheduling a step is planned while the previous one runs. ``state`` then already counts the tokens in
     flight, as if they were released when ready; ``released_tokens`` and ``released_us`` hold what is known.
+    ``profiling`` marks requests of the profiling pass.
     """
 
     state: RequestState
     promise: RequestPromise
     released_tokens: int = 0
     released_us: int = 0
+    profiling: bool = False
 
     def release(self, tokens: int, ready_us: int) -> int:
         """Book ``tokens`` new tokens, ready at ``ready_us``, and return when the last of them goes out."""

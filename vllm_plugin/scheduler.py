@@ -25,15 +25,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from scheduling.policy import Limits, Policy, StepPlan, StepRecord, View
-from scheduling.registry import make_policy
+from scheduling.profiling import ProfilingPass
+from scheduling.registry import POLICIES, make_policy
 from scheduling.request import RequestState
-from vllm_plugin.promise import RequestPromise, attach_hold
+from vllm_plugin.promise import PROFILED_KEY, RequestPromise, attach_hold, profiling_requests
 from vllm_plugin.request_book import RequestBook, Track
 from vllm_plugin.trace_file import TraceFile
 
-logger = init_logger(__name__)
+# Below vLLM's own logger, whose handlers print it; a logger of any other name would be silent.
+logger = init_logger(f"vllm.{__name__}")
 
 CONFIG_KEY = "halo"
+# Until the profiling pass has measured the batch, where the configuration does not give it.
+COLD_BATCH = 64
 
 
 def monotonic_us() -> int:
@@ -66,8 +70,11 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = dict(self.vllm_config.additional_config or {}).get(CONFIG_KEY, {})
-        self.halo_policy: Policy = make_policy(config.get("policy", "halo-paper"), **config.get("options", {}))
-        self._options = dict(config.get("options", {}))
+        self._policy_name: str = config.get("policy", "halo-paper")
+        self._options: dict[str, Any] = dict(config.get("options", {}))
+        self._tbt_min_us: int | None = config.get("tbt_min_us")
+        self._batch_is_set = "batch" in self._options
+        self._trace_dir = Path(config["trace_dir"]) if config.get("trace_dir") else None
         self._trace: TraceFile | None = None
         self._book = RequestBook()
         self._blocked: dict[str, Request] = {}
@@ -82,14 +89,34 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             kv_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),  # vLLM's null block is not usable
             kv_block_tokens=self.block_size,
         )
-        if config.get("trace_dir"):
-            self._open_trace(Path(config["trace_dir"]))
+        self._profiling: ProfilingPass | None = None
+        self._profiled: dict[str, Any] | None = None
+        self.halo_policy: Policy = self._new_policy(min(COLD_BATCH, self.max_num_scheduled_tokens))
         logger.info("HaloScheduler active with policy %s", self.halo_policy.name)
 
-    def _open_trace(self, directory: Path) -> None:
-        model = getattr(self.halo_policy, "model", None)
-        snapshot = model.snapshot() if model is not None else None
-        self._trace = TraceFile(directory, self.halo_policy.name, self._options, self._limits, snapshot)
+    def _new_policy(self, batch: int) -> Policy:
+        """The configured policy; ``batch`` is used where the configuration leaves it to be measured."""
+        if "batch" in POLICIES[self._policy_name].options:
+            self._options.setdefault("batch", batch)
+        return make_policy(self._policy_name, **self._options)
+
+    def _end_profiling(self, profiling: ProfilingPass) -> None:
+        """Start the policy anew with what the pass has measured, and tell the client on its requests' outputs."""
+        self._profiling = None
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+        tbt_min_us = self._tbt_min_us
+        batch = profiling.largest_batch(tbt_min_us) if tbt_min_us else None
+        if batch is not None and not self._batch_is_set:
+            self._options["batch"] = batch
+        self.halo_policy = self._new_policy(COLD_BATCH)
+        for record in profiling.records:
+            self.halo_policy.observe(record)
+        self._profiled = {"steps": len(profiling.records), "batch": self._options.get("batch", 0)}
+        logger.info(
+            "Profiling pass: %d steps; %s runs with %s", len(profiling.records), self._policy_name, self._options
+        )
 
     def shutdown(self) -> None:
         """End the trace too."""
@@ -108,7 +135,11 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
 
     def _track(self, request: Request) -> None:
         params = request.sampling_params
-        promise = RequestPromise.from_extra_args(params.extra_args if params else None, monotonic_us())
+        extra_args = params.extra_args if params else None
+        promise = RequestPromise.from_extra_args(extra_args, monotonic_us())
+        profiling = profiling_requests(extra_args)
+        if profiling and self._profiling is None and self._profiled is None:
+            self._profiling = ProfilingPass(self._limits, profiling)
         state = RequestState(
             request_id=request.request_id,
             service=promise.service,
@@ -121,7 +152,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             release=promise.release,
             streaming=promise.streaming,
         )
-        self._book.add(Track(state, promise))
+        self._book.add(Track(state, promise, profiling=bool(profiling)))
         if self._is_blocked_waiting_status(request.status):
             self._blocked[request.request_id] = request
         else:
@@ -191,15 +222,28 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             limits=self._limits,
         )
         try:
+            if self._profiling is not None:
+                plan = self._profiling.plan(view)
+                if not self._profiling.done:
+                    return plan
+                self._end_profiling(self._profiling)
             plan = self.halo_policy.plan(view)
-            if self._trace:
-                self._trace.step(view, plan)
+            self._write_trace(view, plan)
         except Exception:
             # A fault in a policy must cost deadlines, never the engine: the stock scheduler takes this step.
             self._plan_failures += 1
             logger.exception("Policy %s failed; vLLM's own schedule takes this step", self.halo_policy.name)
             return None
         return plan if plan.decode or plan.prefill else None
+
+    def _write_trace(self, view: View, plan: StepPlan) -> None:
+        """A trace begins with the state of the policy; the profiling pass makes a new one, and ends the trace before."""
+        if self._trace is None and self._trace_dir is not None:
+            model = getattr(self.halo_policy, "model", None)
+            snapshot = model.snapshot() if model is not None else None
+            self._trace = TraceFile(self._trace_dir, self._policy_name, self._options, self._limits, snapshot)
+        if self._trace is not None:
+            self._trace.step(view, plan)
 
     def _steer(self, plan: StepPlan) -> None:
         by_id = {request.request_id: request for request in self.running}
@@ -301,6 +345,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
                 track.project(request.num_output_placeholders, now_us)
             hold_us = max(0, release_us - now_us)
         output.kv_transfer_params = attach_hold(output.kv_transfer_params, hold_us)
+        if self._profiled is not None and track.profiling:
+            output.kv_transfer_params[PROFILED_KEY] = self._profiled
 
     def _observe(
         self,
@@ -329,9 +375,12 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             service_tokens=service_tokens,
             first_tokens=first_tokens,
         )
-        if self._trace:
-            self._trace.record(record)
         try:
+            if self._profiling is not None:
+                self._profiling.observe(record)
+                return
+            if self._trace is not None:
+                self._trace.record(record)
             self.halo_policy.observe(record)
         except Exception:
             logger.exception("Policy %s failed to learn from a step", self.halo_policy.name)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,10 +15,12 @@ from vllm.logger import init_logger
 from scheduling.policy import Limits, StepPlan, StepRecord, View
 from scheduling.trace import Entry, TraceEncoder
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 MAX_BYTES = 1024**3
 FLUSH_EVERY = 64
+
+_numbers = count(1)
 
 
 class TraceFile:
@@ -33,7 +36,8 @@ class TraceFile:
         *,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self.path = directory / f"steps-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
+        number = next(_numbers)
+        self.path = directory / f"steps-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{number}.jsonl"
         self._encoder = TraceEncoder()
         self._file: TextIO | None = None
         self._left = max_bytes

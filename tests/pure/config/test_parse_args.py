@@ -183,9 +183,6 @@ WRONG_VALUES: list[tuple[dict[str, Any], list[str]]] = [
     ({"scheduler.options": {"batch": 8, "batsh": 8}}, [
         "scheduler.options.batsh = 8: is not a known key. Did you mean batch?"
     ]),
-    ({"scheduler.options": {}}, [
-        "scheduler.options.batch is missing; halo-paper needs it: " + POLICIES["halo-paper"].options["batch"].meaning
-    ]),
     ({"scheduler.options.batch": 0}, ["scheduler.options.batch = 0: must be at least 1, got 0"]),
     ({"scheduler.options.batch": "8"}, ["scheduler.options.batch = '8': must be a whole number, got '8'"]),
     ({"scheduler.options": [8]}, ["scheduler.options has to be a section of keys and values"]),
@@ -204,6 +201,13 @@ WRONG_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         "holds the placeholder ${TOKEN}, which nothing replaces; write the value itself"
     ]),
 ]  # fmt: skip
+
+
+def test_the_batch_may_be_left_to_the_engine(root: Path, args: Args) -> None:
+    """Without it the profiling pass measures it."""
+    assert parse_args(changed(args, {"scheduler.options": {}}), root).engine_settings().policy_options == {
+        "tbt_min_us": 50_000
+    }
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG_VALUES, ids=[str(changes) for changes, _ in WRONG_VALUES])

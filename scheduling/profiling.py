@@ -1,0 +1,176 @@
+"""The profiling pass at start-up: steps of many shapes, run by the engine itself, before there is traffic.
+
+DeltaServe (section 3.4) calibrates its step-time model before it serves; HALO (section 5.4) takes for granted a batch B
+that meets the strictest TBT. Both are measured here. The host submits requests of :func:`prompt_lengths`, lets
+:class:`ProfilingPass` plan them like any policy, and afterwards shows the records to the real policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from scheduling.latency_model import StepTimeModel, pairs_of
+from scheduling.policy import Limits, PrefillChunk, StepPlan, StepRecord, View
+from scheduling.request import RequestState
+
+CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DECODE_REPEATS = 4
+MIXED_REPEATS = 5
+SHORT_PROMPT = 32
+LONG_PROMPT = 512
+LONG_PROMPTS = 3
+# A fixed batch must hold in nine steps of ten; deadlines have the bank of held tokens for the tenth.
+BATCH_QUANTILE = 0.9
+# Where a request is aimed: engines are asked for a tenth less than the promise.
+AIMED_PCT = 90
+CONTEXT = 512
+# How long to wait for the last request after the first.
+PATIENCE_US = 2_000_000
+
+
+def chunk_sizes(limits: Limits) -> list[int]:
+    """The chunk sizes of the pass."""
+    return [tokens for tokens in CHUNKS if tokens <= limits.step_tokens] or [limits.step_tokens]
+
+
+def prompt_lengths(limits: Limits, context_tokens: int) -> list[int]:
+    """Prompt lengths of the requests of a pass; each is decoded until the pass has ended.
+
+    As many as may run and KV blocks hold: a few long ones, whose contexts and chunks reach far, after short ones, so
+    that there are decodes from the beginning. Together they have at least about the tokens of the mixed steps.
+    ``context_tokens`` is the longest request that the engine takes.
+    """
+    room = limits.kv_blocks * limits.kv_block_tokens // 2
+    wanted = MIXED_REPEATS * sum(chunk_sizes(limits))
+    short = min(SHORT_PROMPT, max(1, context_tokens // 2))
+    count = max(1, min(limits.running, room // (2 * short)))
+    long = max(LONG_PROMPT, (wanted - count * short) // LONG_PROMPTS + 1)
+    long = min(long, context_tokens // 2, room // LONG_PROMPTS // 2)
+    longs = [max(short, long)] * min(LONG_PROMPTS, count - 1)
+    return [short] * (count - len(longs)) + longs
+
+
+class ProfilingPass:
+    """Plans the steps of the pass; a :class:`scheduling.policy.Policy`.
+
+    The script first feeds all prompts in chunks of every size beside changing numbers of decodes, then runs decode-only
+    steps. It begins when all ``expected`` requests have come, or some time after the first.
+    """
+
+    name = "profiling"
+
+    def __init__(self, limits: Limits, expected: int) -> None:
+        self._limits = limits
+        self._expected = expected
+        self._begin_us: int | None = None
+        self._script = self._shapes()
+        self.records: list[StepRecord] = []
+        self.done = False
+
+    def _shapes(self) -> Iterator[tuple[int, int]]:
+        """(decodes, prompt tokens) of the steps, as far as requests allow."""
+        decodes = [count for count in (0, *DECODES) if count <= self._limits.running]
+        for repeat in range(MIXED_REPEATS):
+            for place, tokens in enumerate(chunk_sizes(self._limits)):
+                yield decodes[(place * 2 + repeat * 3) % len(decodes)], tokens
+        for _ in range(DECODE_REPEATS):
+            for count in decodes[1:]:
+                yield count, 0
+
+    def plan(self, view: View) -> StepPlan:
+        """Return the next step of the script, an empty one while requests are still to come.
+
+        Once the script has ended, or nothing is left of the requests, :attr:`done` is set and the plan has no meaning.
+        """
+        if self._begin_us is None:
+            self._begin_us = view.now_us
+        if not self.records and len(view.running) + len(view.waiting) < self._expected:
+            if view.now_us < self._begin_us + PATIENCE_US:
+                return StepPlan()
+            self._expected = 0
+        prefills = [state for state in view.running if state.prefill_left]
+        decodes = sorted(
+            (state for state in view.running if not state.prefill_left),
+            key=lambda state: (state.generated_tokens, state.request_id),
+        )
+        prompts = [*prefills, *sorted(view.waiting, key=lambda state: (state.prompt_tokens, state.request_id))]
+        for count, tokens in self._script:
+            plan = self._step(view, decodes, count, prompts if tokens else [], tokens)
+            if (plan.prefill or not tokens) and (plan.decode or plan.prefill):
+                return plan
+        self.done = True
+        return StepPlan()
+
+    def _step(
+        self, view: View, ready: Sequence[RequestState], count: int, prompts: Sequence[RequestState], tokens: int
+    ) -> StepPlan:
+        """``count`` decodes and ``tokens`` prompt tokens, as far as the engine's limits allow."""
+        limits = view.limits
+        slots: set[int] = set()
+        decodes: list[str] = []
+        for state in ready:
+            if len(decodes) < min(count, limits.step_tokens) and _takes_slot(slots, state.adapter, limits.adapters):
+                decodes.append(state.request_id)
+        left = min(tokens, limits.step_tokens - len(decodes))
+        places = limits.running - len(view.running)
+        blocks = view.kv_blocks_free - len(decodes)
+        running = set(view.running)
+        chunks = []
+        for state in prompts:
+            given = min(left, state.prefill_left)
+            needed = -(-(state.computed_tokens + given) // limits.kv_block_tokens) - state.kv_blocks
+            if given < 1 or blocks < needed or (state not in running and places < 1):
+                continue
+            if not _takes_slot(slots, state.adapter, limits.adapters):
+                continue
+            chunks.append(PrefillChunk(state.request_id, given))
+            left -= given
+            blocks -= max(0, needed)
+            places -= state not in running
+            if given < state.prefill_left:
+                break
+        return StepPlan(tuple(decodes), tuple(chunks))
+
+    def observe(self, record: StepRecord) -> None:
+        """Keep a finished step. It is nobody's service."""
+        self.records.append(replace(record, service_tokens={}, first_tokens={}))
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept about single requests."""
+
+    def largest_batch(self, tbt_min_us: int) -> int | None:
+        """The largest batch, decodes and prompt tokens together, whose steps meet ``tbt_min_us`` in nine cases of ten.
+
+        None when too few steps were seen. Half the batch, as far as requests can run, is decodes at a context of
+        :data:`CONTEXT`, the rest one chunk behind as long a prefix. At least 8: below that prompts hardly move.
+        """
+        model = StepTimeModel(quantile=BATCH_QUANTILE)
+        for _ in range(2):  # the second time the first steps too are judged by a fitted model
+            for record in self.records:
+                model.observe(record)
+        if not model.warm:
+            return None
+        aimed_us = tbt_min_us * AIMED_PCT // 100
+        most = self._limits.step_tokens
+        low, high = min(8, most), most
+        while low < high:
+            batch = (low + high + 1) // 2
+            decodes = min(self._limits.running, batch // 2)
+            tokens = batch - decodes
+            time_us = model.mixed_bound_us(decodes, decodes * CONTEXT, tokens, pairs_of(tokens, CONTEXT), CONTEXT)
+            if time_us <= aimed_us:
+                low = batch
+            else:
+                high = batch - 1
+        return low
+
+
+def _takes_slot(slots: set[int], adapter: int, most: int) -> bool:
+    """Give ``adapter`` one of ``most`` slots if it has none; False when all are taken. The base model needs none."""
+    if adapter and adapter not in slots:
+        if most and len(slots) >= most:
+            return False
+        slots.add(adapter)
+    return True
