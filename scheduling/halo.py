@@ -11,13 +11,13 @@ and chunks are, comes from :class:`scheduling.latency_model.StepTimeModel` here:
 - **Chunk**: the most prompt tokens for which urgent decodes and chunk together take at most ``T*``, in the order of
   :mod:`scheduling.prompt_order`. Then decodes with the least slack join while ``T*`` holds.
 - **Capacity**: in the time of one strictest TBT the engine must be able to run, on average, every admitted request's
-  share of decodes with its context: ``T(sum(tbt_min / tbt), sum(context * tbt_min / tbt)) <= tbt_min``.
+  share of decodes with its context: ``T(sum(tbt_min / tbt), sum(context * tbt_min / tbt)) <= 0.9 tbt_min``.
 - **The lost** do not drag down the savable: a decode that is late whatever happens does not set ``T*``, and is left out
   while that keeps others in time; see :mod:`scheduling.due_decodes`.
 - **KV pressure**: a request that yields keeps its memory, so above :data:`KV_PRESSURE` use nobody yields.
 - **No starvation**: after :data:`DRY_STEPS` steps in which prompts got nothing, one gets :data:`DRY_CHUNK` tokens.
 
-All times are the model's upper quantile. Until the model is warm the plan is ``halo-paper``'s with ``batch``, which is
+All times are the model's upper quantile, but for the capacity, which takes the mean. Until the model is warm the plan is ``halo-paper``'s with ``batch``, which is
 also how the model gets to see steps; a chunk is at most twice the largest seen.
 """
 

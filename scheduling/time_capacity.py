@@ -10,6 +10,8 @@ from scheduling.latency_model import StepTimeModel
 from scheduling.policy import View
 from scheduling.request import RequestState
 
+USE_PCT = 90
+
 _tbt = attrgetter("tbt_us")
 
 
@@ -17,13 +19,14 @@ class TimeCapacity:
     """Whether the engine can run all admitted requests at their TBT.
 
     In one period, the strictest TBT, a request with k times that target decodes 1/k times on average. The decodes of
-    one period, with their contexts, must take no longer than the period. Sums are whole thousandths of a decode and
+    one period, with their contexts, must take no longer than :data:`USE_PCT` of the period on average: what counts is how
+    much work there is, and how long a slow step takes is the step limit's concern. Sums are whole thousandths of a decode and
     whole context tokens, so that the order of requests does not matter.
     """
 
     def __init__(self, model: StepTimeModel, view: View, tbt_min_us: int) -> None:
         self._model = model
-        one_us = ceil(model.decode_bound_us(1, 0))
+        one_us = ceil(model.decode_mean_us(1, 0) * 100 / USE_PCT)
         # A target below the shortest step cannot be kept, so it must not decide what others may have.
         self._period_us = tbt_min_us if tbt_min_us > one_us else 2 * one_us
         contexts: dict[int, int] = {}
@@ -43,7 +46,10 @@ class TimeCapacity:
         """Whether a request can be admitted; always into an empty engine."""
         milli, context = self._share(state.tbt_us, 1, state.prompt_tokens)
         places = -(-(self._milli + milli) // 1000)
-        return not self._milli or self._model.decode_bound_us(places, self._context + context) <= self._period_us
+        return (
+            not self._milli
+            or self._model.decode_mean_us(places, self._context + context) <= self._period_us * USE_PCT // 100
+        )
 
     def _add(self, tbt_us: int, requests: int, context: int) -> None:
         milli, tokens = self._share(tbt_us, requests, context)

@@ -237,7 +237,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         return plan if plan.decode or plan.prefill else None
 
     def _write_trace(self, view: View, plan: StepPlan) -> None:
-        """A trace begins with the state of the policy; the profiling pass makes a new one, and ends the trace before."""
+        """A trace begins with the state of the policy; the profiling pass makes a new policy, and ends the trace."""
         if self._trace is None and self._trace_dir is not None:
             model = getattr(self.halo_policy, "model", None)
             snapshot = model.snapshot() if model is not None else None
