@@ -19,9 +19,9 @@ class TimeCapacity:
     """Whether the engine can run all admitted requests at their TBT.
 
     In one period, the strictest TBT, a request with k times that target decodes 1/k times on average. The decodes of
-    one period, with their contexts, must take no longer than :data:`USE_PCT` of the period on average: what counts is how
-    much work there is, and how long a slow step takes is the step limit's concern. Sums are whole thousandths of a decode and
-    whole context tokens, so that the order of requests does not matter.
+    one period, with their contexts, must take no longer than :data:`USE_PCT` of the period on average: what counts is
+    how much work there is, and how long a slow step takes is the step limit's concern. Sums are whole thousandths of a
+    decode and whole context tokens, so that the order of requests does not matter.
     """
 
     def __init__(self, model: StepTimeModel, view: View, tbt_min_us: int) -> None:
