@@ -29,7 +29,7 @@ format: setup ## let ruff rewrite what it can
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-demo: setup ## four services under load: attainment per service with fcfs and with halo-paper
+demo: setup ## four services under load: attainment per service with fcfs, halo-paper and halo
 	@$(PY) -m app.default_model
 	@$(PY) -m benchmarks.demo
 

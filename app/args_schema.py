@@ -112,7 +112,7 @@ class SchedulerArgs(Section):
     ``trace_dir`` is where engines write every view and plan, to look into a policy; nothing is written without it.
     """
 
-    policy: str = "halo-paper"
+    policy: str = "halo"
     options: dict[str, Any] = {}
     trace_dir: FilePath | None = None
 

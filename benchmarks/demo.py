@@ -170,16 +170,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         type=policy_names,
-        default=["fcfs", "halo-paper"],
+        default=["fcfs", "halo-paper", "halo"],
         metavar="NAME[@TOKENS],...",
-        help="default fcfs,halo-paper",
+        help="default fcfs,halo-paper,halo",
     )
     parser.add_argument(
         "--rate",
         type=positive,
         help="requests per second, all services together; default: as many as keep 16 under way",
     )
-    parser.add_argument("--seconds", type=positive, default=60.0, help="length of the arrival window; default 60")
+    parser.add_argument("--seconds", type=positive, default=40.0, help="length of the arrival window; default 40")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals, prompts and lengths; default 1")
     parser.add_argument(
         "--tolerance-ms", type=float, default=10.0, help="allowed on every gap, for network and client; default 10"

@@ -48,7 +48,7 @@ class EngineSettings:
     base_name: str
     services: tuple[ServiceSettings, ...]
     base_promise: ServiceSettings
-    policy: str = "halo-paper"
+    policy: str = "halo"
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     trace_dir: Path | None = None
     tensor_parallel_size: int = 1

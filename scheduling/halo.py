@@ -17,8 +17,8 @@ and chunks are, comes from :class:`scheduling.latency_model.StepTimeModel` here:
 - **KV pressure**: a request that yields keeps its memory, so above :data:`KV_PRESSURE` use nobody yields.
 - **No starvation**: after :data:`DRY_STEPS` steps in which prompts got nothing, one gets :data:`DRY_CHUNK` tokens.
 
-All times are the model's upper quantile, but for the capacity, which takes the mean. Until the model is warm the plan is
-``halo-paper``'s with ``batch``, which is also how the model gets to see steps; a chunk is at most twice the largest
+All times are the model's upper quantile, but for the capacity, which takes the mean. Until the model is warm the plan
+is ``halo-paper``'s with ``batch``, which is also how the model gets to see steps; a chunk is at most twice the largest
 seen.
 """
 

@@ -70,7 +70,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = dict(self.vllm_config.additional_config or {}).get(CONFIG_KEY, {})
-        self._policy_name: str = config.get("policy", "halo-paper")
+        self._policy_name: str = config.get("policy", "halo")
         self._options: dict[str, Any] = dict(config.get("options", {}))
         self._tbt_min_us: int | None = config.get("tbt_min_us")
         self._batch_is_set = "batch" in self._options
