@@ -268,6 +268,7 @@ def build(target: Target, folder: Path, lora: Curve, reference: StepCosts) -> di
         "model": target.model,
         "hardware": f"{shape.tp} x {device.name}" if shape.tp > 1 else device.name,
         "gpus": shape.tp,
+        "parameters_b": round(shape.weight_bytes * shape.tp / 2e9, 1),
         "batch": target.batch,
         "engine": {
             "step_tokens": 8192,
@@ -322,9 +323,9 @@ def _sources(device: Device, shape: Shape) -> list[dict[str, str]]:
         {
             "what": "LoRA time",
             "kind": "derived",
-            "source": "HALO (arXiv:2610.04956) section 1: decode of Llama3-8B on an A100 takes 47 ms at batch 384 "
-            "and 57 ms at 512, less the kernel tables at context 128; shared out to layer groups and scaled to other models by "
-            "adapter sizes, to other GPUs by their products",
+            "source": "HALO (arXiv:2610.04956) section 1: decode of Llama3-8B on an A100 takes 47 ms at batch 384 and "
+            "57 ms at 512, less the kernel tables at context 128; shared out to layer groups and scaled to other "
+            "models by adapter sizes, to other GPUs by their products",
             "licence": "facts from a paper",
         },
         {

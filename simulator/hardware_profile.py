@@ -56,12 +56,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """``batch`` is the paper's B, the batch that meets the strictest TBT; ``gpus`` is per replica."""
+    """``batch`` is the paper's B, the batch that meets the strictest TBT; ``gpus`` is per replica.
+
+    ``parameters_b`` is the size of the model in billions of weights.
+    """
 
     name: str
     model: str
     hardware: str
     gpus: int
+    parameters_b: float
     batch: int
     limits: Limits
     costs: StepCosts
@@ -110,6 +114,7 @@ def parse_profile(data: Mapping[str, Any], where: str = "profile") -> HardwarePr
             model=str(data["model"]),
             hardware=str(data["hardware"]),
             gpus=_count(data["gpus"], "gpus", where),
+            parameters_b=_price(data["parameters_b"], "parameters_b", where),
             batch=_count(data["batch"], "batch", where),
             limits=Limits(
                 step_tokens=_count(engine["step_tokens"], "engine.step_tokens", where),

@@ -1,0 +1,119 @@
+"""What is compared: a policy with its release of tokens, with or without base-LoRA overlap, on some replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scheduling.registry import POLICIES, make_policy
+from scheduling.request import ReleasePolicy
+from simulator.cluster import Cluster, RunResult
+from simulator.hardware_profile import HardwareProfile
+from simulator.replica import Finetune, Replica
+from simulator.scenario import Scenario
+from simulator.step_times import StepTimes
+from simulator.workload import Arrival, WorkloadError
+
+OVERLAP = "+overlap"
+
+# The paper's token queue belongs to HALO; the baselines send tokens as they come. Ours is the product's default.
+_RELEASES = {"halo-paper": ReleasePolicy.SLO, "halo": ReleasePolicy.BOUNDED}
+
+PAPER_SYSTEMS: Mapping[str, str] = {
+    "SLoRA": "fcfs",
+    "VTC-T": "vtc-t",
+    "VTC-R": "vtc-r",
+    "QoServe": "qoserve",
+    "HALO": "halo-paper+overlap",
+}
+"""HALO's own comparison (section 6.1.4): only HALO overlaps base and LoRA."""
+
+ABLATION: Mapping[str, str] = {
+    "SLoRA": "fcfs",
+    "HALO-P": "fcfs+overlap",
+    "HALO-S": "halo-paper",
+    "HALO": "halo-paper+overlap",
+}
+"""HALO section 6.7."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A policy and how it is run. ``label`` is POLICY or POLICY+overlap; ``release`` None means the policy's own.
+
+    ``batch`` overrides the profile's B.
+    """
+
+    label: str
+    batch: int | None = None
+    release: ReleasePolicy | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise WorkloadError(
+                f"no policy {self.label!r}; there are {', '.join(POLICIES)}, each also with {OVERLAP} behind it"
+            )
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return self.label.removesuffix(OVERLAP)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether base and LoRA products overlap."""
+        return self.label.endswith(OVERLAP)
+
+    def policy_options(self, profile: HardwareProfile, scenario: Scenario) -> dict[str, Any]:
+        """Options for :func:`scheduling.registry.make_policy`."""
+        known = POLICIES[self.policy].options
+        options: dict[str, Any] = {"batch": self.batch or profile.batch, "tbt_min_us": scenario.tbt_min_us}
+        return {**{key: value for key, value in options.items() if key in known}, **self.options}
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Hardware and settings that all compared systems share.
+
+    ``inflight`` is how many requests a replica takes from the admission queue; None means as many as it runs.
+    """
+
+    profile: HardwareProfile
+    replicas: int = 1
+    prefix_caching: bool = False
+    inflight: int | None = None
+    queue_timeout_us: int = 2**62
+    finetune: Finetune | None = None
+
+
+def simulate(
+    system: System,
+    deployment: Deployment,
+    scenario: Scenario,
+    arrivals: Sequence[Arrival],
+    *,
+    seed: int = 0,
+    warmup_us: int = 0,
+) -> RunResult:
+    """Run ``arrivals`` through ``system``. The same arguments give the same result.
+
+    Requests that arrive before ``warmup_us`` are served but not measured.
+    """
+    profile = deployment.profile
+    scenario = scenario.released(system.release or _RELEASES.get(system.policy, ReleasePolicy.OFF))
+    replicas = [
+        Replica(
+            make_policy(system.policy, **system.policy_options(profile, scenario)),
+            profile.limits,
+            StepTimes(profile.costs, overlap=system.overlap, seed=seed * 1000 + index),
+            prefix_caching=deployment.prefix_caching,
+            finetune=deployment.finetune,
+        )
+        for index in range(deployment.replicas)
+    ]
+    cluster = Cluster(
+        scenario.services, replicas, inflight=deployment.inflight, queue_timeout_us=deployment.queue_timeout_us
+    )
+    return cluster.run(arrivals, measured_from_us=warmup_us)
