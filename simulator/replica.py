@@ -17,10 +17,10 @@ from operator import attrgetter
 from typing import Protocol
 
 from scheduling.policy import Limits, PrefillChunk, StepPlan, StepRecord, View
-from scheduling.release import release_time_us
 from scheduling.request import RequestState
 from simulator.kv_cache import KvCache
 from simulator.step_shape import StepShape, StepTime
+from simulator.token_release import first_token, next_tokens
 from simulator.track import Track
 
 _edf = attrgetter("edf_key")
@@ -152,24 +152,16 @@ class Replica:
         if step is None:
             raise SimulationError("no step is in progress")
         self._step = None
-        now_us, done = step.end_us, []
-        first: dict[str, tuple[int, int]] = {}
+        now_us = step.end_us
+        for state in map(_state, step.decodes):
+            state.computed_tokens += 1
         served = Counter(map(_service, map(_state, step.decodes)))
-        for track in step.decodes:
-            track.state.computed_tokens += 1
-            if _next_token(track, now_us):
-                done.append(track)
+        done = next_tokens(step.decodes, now_us)
+        first: dict[str, tuple[int, int]] = {}
         for track, tokens in step.prompts:
-            state = track.state
-            state.computed_tokens += tokens
-            if track.arrival.prefix_key:
-                track.shared = self.kv.publish(
-                    track.prefix_key, track.shared, state.computed_tokens, track.arrival.prefix_tokens
-                )
-            if state.computed_tokens >= state.prompt_tokens:
-                served[state.service] += 1
-                if _prompt_done(track, now_us, first):
-                    done.append(track)
+            if self._computed(track, tokens):
+                served[track.state.service] += 1
+                done += _end_prompt(track, now_us, first)
         self._count(step)
         self._leave(done)
         self.policy.observe(_record(step, served, first))
@@ -287,6 +279,16 @@ class Replica:
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
+    def _computed(self, track: Track, tokens: int) -> bool:
+        """Count a chunk as computed; True when its prompt is complete."""
+        state = track.state
+        state.computed_tokens += tokens
+        if track.arrival.prefix_key:
+            track.shared = self.kv.publish(
+                track.prefix_key, track.shared, state.computed_tokens, track.arrival.prefix_tokens
+            )
+        return state.computed_tokens >= state.prompt_tokens
+
     def _free(self, track: Track) -> None:
         state = track.state
         if track.shared:
@@ -324,49 +326,15 @@ def _shape(decodes: list[Track], prompts: list[tuple[Track, int]], extra: int) -
     return StepShape(len(decodes), context, chunks, len(decodes) + finished, extra)
 
 
-def _prompt_done(track: Track, now_us: int, first: dict[str, tuple[int, int]]) -> bool:
+def _end_prompt(track: Track, now_us: int, first: dict[str, tuple[int, int]]) -> list[Track]:
     """Hand out the token at the end of a prompt: the first one, or the next after a preemption."""
     state = track.state
     if state.generated_tokens:
-        return _next_token(track, now_us)
-    release_us = release_time_us(state, now_us, track.service.hold_max_us)
-    due_us = state.arrival_us + state.ttft_us
+        return next_tokens((track,), now_us)
     count, late = first.get(state.service, (0, 0))
     # As in the plug-in: late is a first token computed after its deadline, however long it is held.
-    first[state.service] = (count + 1, late + (now_us > due_us))
-    track.ready_us, track.first_us = now_us, release_us
-    return _counted(track, release_us)
-
-
-def _next_token(track: Track, now_us: int) -> bool:
-    """Hand out a token after the first; True when it was the last one."""
-    state = track.state
-    previous_us = state.last_release_us
-    release_us = release_time_us(state, now_us, track.service.hold_max_us)
-    if state.streaming:
-        gap_us = release_us - previous_us
-        tbt_us = state.tbt_us
-        track.gaps.append(gap_us)
-        if gap_us > tbt_us:
-            track.late_gaps += 1
-            track.worst_gap_us = max(track.worst_gap_us, gap_us)
-        if release_us > state.arrival_us + state.ttft_us + state.generated_tokens * tbt_us:
-            track.late_tokens += 1
-    return _counted(track, release_us)
-
-
-def _counted(track: Track, release_us: int) -> bool:
-    state = track.state
-    state.generated_tokens += 1
-    state.last_release_us = release_us
-    if state.generated_tokens < track.outputs:
-        return False
-    if not state.streaming:
-        # One piece: its only deadline is the last token's.
-        due_us = state.arrival_us + state.ttft_us + (track.outputs - 1) * state.tbt_us
-        track.late_tokens = int(release_us > due_us)
-    track.ended_us = release_us
-    return True
+    first[state.service] = (count + 1, late + (now_us > state.arrival_us + state.ttft_us))
+    return [track] if first_token(track, now_us) else []
 
 
 def _record(step: Step, served: Counter[str], first: dict[str, tuple[int, int]]) -> StepRecord:

@@ -11,7 +11,8 @@ from simulator.workload import Arrival, Service
 class Track:
     """A request: the state that policies see, and what the host alone knows.
 
-    ``ready_us`` is when its first token was computed, ``first_us`` when it was released; 0 before. ``late_gaps`` and
+    ``ready_us`` is when its first token was computed, ``first_us`` when it was released; 0 before. ``due_us`` is when
+    its newest token was due: arrival + TTFT + index * TBT. ``late_gaps`` and
     ``late_tokens`` count tokens after the first: gaps between releases above TBT, and tokens released after
     arrival + TTFT + index * TBT.
     """
@@ -19,9 +20,11 @@ class Track:
     __slots__ = (
         "admitted_us",
         "arrival",
+        "due_us",
         "ended_us",
         "first_us",
         "gaps",
+        "hold_max_us",
         "late_gaps",
         "late_tokens",
         "outputs",
@@ -51,6 +54,8 @@ class Track:
             streaming=arrival.streaming,
         )
         self.outputs = arrival.output_tokens
+        self.hold_max_us = service.hold_max_us
+        self.due_us = 0
         self.admitted_us = 0
         self.ready_us = 0
         self.first_us = 0
