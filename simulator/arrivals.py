@@ -88,11 +88,11 @@ def production_like(peak: float = 110.0, seconds: int = 1200, seed: int = 0) -> 
 
     Section 4.1: 20 minutes, irregular, bursts on several time scales, spikes above 100 requests per second, long
     stretches near zero; section 1: the mean is about 60 % of provisioned capacity. How these are put together is
-    assumed here: levels held for 20 to 90 s, times levels held for 2 to 8 s, a fifth of the long ones near zero, and
+    assumed here: levels held for 20 to 90 s, times levels held for 2 to 8 s, two fifths of the long ones near zero, and
     spikes of 1 to 2 s.
     """
     rng = np.random.default_rng(seed)
-    slow = _levels(rng, seconds, (20, 90), (0.02, 0.25, 0.35, 0.5, 0.6))
+    slow = _levels(rng, seconds, (20, 90), (0.01, 0.01, 0.4, 0.6, 0.8))
     fast = _levels(rng, seconds, (2, 8), (0.4, 0.8, 1.0, 1.2, 1.6))
     rates = slow * fast * peak * 0.6
     for start in rng.integers(0, max(1, seconds - 2), max(1, seconds // 60)).tolist():
@@ -116,7 +116,7 @@ def thin(at_us: Sequence[int], rate: float, seed: int) -> list[int]:
 
 
 def envelope(at_us: Sequence[int], rate: float, seconds: float, seed: int, *, bin_s: float = 10.0) -> list[int]:
-    """Poisson arrivals over ``seconds`` that follow the rate of the first ``seconds`` of the trace in ``bin_s`` bins."""
+    """Poisson arrivals over ``seconds`` that follow the rate of the trace's first ``seconds`` in bins of ``bin_s``."""
     bins = max(1, round(seconds / bin_s))
     bin_us = round(bin_s * 1e6)
     counts = np.bincount([t // bin_us for t in at_us if t < bins * bin_us], minlength=bins).astype(float)
