@@ -54,7 +54,7 @@ def test_mm1():
 
 
 def test_littles_law():
-    """The mean number of running requests, from the steps, is arrival rate times mean time in service, from requests."""
+    """Time spent running, summed over steps, is that summed over requests; a wait is half a step on average."""
     limits = Limits(step_tokens=100_000, running=64, adapters=0, kv_blocks=100_000, kv_block_tokens=16)
     held_us = 0
 
