@@ -124,6 +124,23 @@ def short(figures: RunFigures) -> dict[str, Any]:
     }
 
 
+def markdown(result: Mapping[str, Any]) -> list[str]:
+    """The rows of a figure's highest rates."""
+    lines = ["| profile | system | highest rate, TTFT | of bound | highest rate, all promises | of bound | TBT met |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for profile, table in result.items():
+        for name, row in table.get("systems", {}).items() if isinstance(table, dict) else ():
+            if "promises" not in row:
+                continue
+            ttft, promises = row["ttft"], row["promises"]
+            lines.append(
+                f"| {profile} | {name} | {ttft['max_rps']:.2f} | {100 * ttft['of_bound']:.0f} % | "
+                f"{promises['max_rps']:.2f} | {100 * promises['of_bound']:.0f} % | "
+                f"{100 * ttft.get('tbt_met', 0):.1f} % |"
+            )
+    return lines
+
+
 FIGURES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "3a": lambda: attainment(LLAMA, {"SLoRA": "fcfs"}, (0.8, 1.0, 1.2, 1.4)),
     "10": lambda: {
@@ -149,7 +166,12 @@ def main() -> None:
     parser.add_argument("--figure", action="append", choices=list(FIGURES), help="default: all of them")
     parser.add_argument("--json", action="store_true", help="print the results; without it only --write makes sense")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS.name}")
+    parser.add_argument("--table", action="store_true", help=f"print {RESULTS.name} as Markdown; runs nothing")
     args = parser.parse_args()
+    if args.table:
+        for figure, result in json.loads(RESULTS.read_text(encoding="utf-8")).items():
+            print(f"\nFigure {figure}\n", *markdown(result), sep="\n")
+        return
     for figure in args.figure or list(FIGURES):
         result = {"simulated": True, "share_kept": SHARE_KEPT, **FIGURES[figure]()}
         if args.write:

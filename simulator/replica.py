@@ -155,7 +155,7 @@ class Replica:
         now_us = step.end_us
         for state in map(_state, step.decodes):
             state.computed_tokens += 1
-        served = Counter(map(_service, map(_state, step.decodes)))
+        served = Counter([track.state.service for track in step.decodes])
         done = next_tokens(step.decodes, now_us)
         first: dict[str, tuple[int, int]] = {}
         for track, tokens in step.prompts:
