@@ -28,7 +28,8 @@ def simulate_command(  # noqa: PLR0917  # a command's options
     scenario: Annotated[str, typer.Option(help="hospital, service-center, or a .yaml file.")] = "hospital",
     profile: Annotated[str, typer.Option(help=_PROFILE)] = "llama3-8b-a100-80g",
     policy: Annotated[
-        list[str] | None, typer.Option(help="A policy, with +overlap behind it for base-LoRA overlap; repeat for more.")
+        list[str] | None,
+        typer.Option(help="A policy, also as halo+overlap or halo@slo (release); repeat for more."),
     ] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Requests per second to report on; repeat for more.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed; repeat for more.")] = None,

@@ -28,7 +28,11 @@ from simulator.trace_files import load_azure
 RESULTS = Path(__file__).parent.parent / "docs" / "measurements" / "reproduction.json"
 LLAMA, YI = "llama3-8b-a100-80g", "yi-34b-4xa100-80g"
 QWEN_7B, QWEN_32B, ADA = "qwen2.5-7b-a100-80g", "qwen2.5-32b-4xa100-80g", "llama3-8b-ada6000"
-OURS = {"halo (ours)": "halo", "halo (ours) + overlap": "halo+overlap"}
+OURS = {
+    "halo (ours)": "halo",
+    "halo (ours) + overlap": "halo+overlap",
+    "halo (ours) + overlap, release slo": "halo+overlap@slo",
+}
 LOAD = Load(seconds=180.0, warmup_s=20.0)
 TOLERANCE = 0.03
 TRACE_S = 300.0

@@ -12,14 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
 from scheduling.policy import Limits, PrefillChunk, StepPlan, StepRecord, View
 from scheduling.request import RequestState
 from simulator.kv_cache import KvCache
-from simulator.step_shape import StepShape, StepTime
+from simulator.step import Step, StepCounts, record_of, shape_of
+from simulator.step_shape import StepTime
 from simulator.token_release import first_token, next_tokens
 from simulator.track import Track
 
@@ -51,31 +51,6 @@ class PlansSteps(Protocol):
 
 Finetune = Callable[[View, StepPlan], int]
 """Gives the tokens of fine-tuning samples that ride in a step, from the view and the plan of its requests."""
-
-
-@dataclass(slots=True)
-class Step:
-    """A step in progress or finished. Times are microseconds on the simulated clock."""
-
-    start_us: int
-    end_us: int
-    plan: StepPlan
-    shape: StepShape
-    graph: bool
-    decodes: list[Track] = field(repr=False)
-    prompts: list[tuple[Track, int]] = field(repr=False)
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """Sums over all steps of a replica."""
-
-    steps: int = 0
-    busy_us: int = 0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    finetune_tokens: int = 0
-    preemptions: int = 0
 
 
 class Replica:
@@ -141,7 +116,7 @@ class Replica:
                 )
             return None
         decodes, prompts = self._schedule(plan)
-        shape = _shape(decodes, prompts, extra)
+        shape = shape_of(decodes, prompts, extra)
         duration_us, graph = self._step_time(shape)
         self._step = Step(now_us, now_us + duration_us, plan, shape, graph, decodes, prompts)
         return self._step.end_us
@@ -164,7 +139,7 @@ class Replica:
                 done += _end_prompt(track, now_us, first)
         self._count(step)
         self._leave(done)
-        self.policy.observe(_record(step, served, first))
+        self.policy.observe(record_of(step, served, first))
         if self._on_step:
             self._on_step(step)
         return done
@@ -317,15 +292,6 @@ class Replica:
         counts.finetune_tokens += shape.finetune_tokens
 
 
-def _shape(decodes: list[Track], prompts: list[tuple[Track, int]], extra: int) -> StepShape:
-    context = sum(map(_context, map(_state, decodes)))
-    if not prompts:
-        return StepShape(len(decodes), context, (), len(decodes), extra)
-    chunks = tuple((tokens, track.state.computed_tokens) for track, tokens in prompts)
-    finished = sum(t.state.computed_tokens + tokens >= t.state.prompt_tokens for t, tokens in prompts)
-    return StepShape(len(decodes), context, chunks, len(decodes) + finished, extra)
-
-
 def _end_prompt(track: Track, now_us: int, first: dict[str, tuple[int, int]]) -> list[Track]:
     """Hand out the token at the end of a prompt: the first one, or the next after a preemption."""
     state = track.state
@@ -335,21 +301,3 @@ def _end_prompt(track: Track, now_us: int, first: dict[str, tuple[int, int]]) ->
     # As in the plug-in: late is a first token computed after its deadline, however long it is held.
     first[state.service] = (count + 1, late + (now_us > state.arrival_us + state.ttft_us))
     return [track] if first_token(track, now_us) else []
-
-
-def _record(step: Step, served: Counter[str], first: dict[str, tuple[int, int]]) -> StepRecord:
-    shape = step.shape
-    prefixes = tuple(prefix for _, prefix in shape.chunks)
-    return StepRecord(
-        duration_us=step.end_us - step.start_us,
-        decode_tokens=shape.decodes,
-        prefill_tokens=shape.prefill_tokens,
-        prefill_chunks=tuple(tokens for tokens, _ in shape.chunks),
-        context_tokens=shape.context_tokens,
-        chunk_prefix_tokens=sum(prefixes),
-        service_tokens=served,
-        first_tokens=first,
-        graph=step.graph,
-        chunk_prefixes=prefixes,
-        finetune_tokens=shape.finetune_tokens,
-    )

@@ -40,31 +40,40 @@ ABLATION: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A policy and how it is run. ``label`` is POLICY or POLICY+overlap; ``release`` None means the policy's own.
+    """A policy and how it is run.
 
-    ``batch`` overrides the profile's B.
+    ``label`` is the policy's name, with ``+overlap`` behind it for base-LoRA overlap and ``@slo``, ``@bounded`` or
+    ``@off`` for another release of tokens than the policy's own: ``halo+overlap@slo``. ``batch`` overrides the
+    profile's B.
     """
 
     label: str
     batch: int | None = None
-    release: ReleasePolicy | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
+        _, at, release = self.label.partition("@")
+        if self.policy not in POLICIES or (at and release not in set(ReleasePolicy)):
             raise WorkloadError(
-                f"no policy {self.label!r}; there are {', '.join(POLICIES)}, each also with {OVERLAP} behind it"
+                f"no policy {self.label!r}; there are {', '.join(POLICIES)}, each also with {OVERLAP} behind it, and "
+                f"then with @ and one of {', '.join(ReleasePolicy)}"
             )
 
     @property
     def policy(self) -> str:
         """The policy's name."""
-        return self.label.removesuffix(OVERLAP)
+        return self.label.partition("@")[0].removesuffix(OVERLAP)
+
+    @property
+    def release(self) -> ReleasePolicy:
+        """When tokens go to the client."""
+        _, at, release = self.label.partition("@")
+        return ReleasePolicy(release) if at else _RELEASES.get(self.policy, ReleasePolicy.OFF)
 
     @property
     def overlap(self) -> bool:
         """Whether base and LoRA products overlap."""
-        return self.label.endswith(OVERLAP)
+        return self.label.partition("@")[0].endswith(OVERLAP)
 
     def policy_options(self, profile: HardwareProfile, scenario: Scenario) -> dict[str, Any]:
         """Options for :func:`scheduling.registry.make_policy`."""
@@ -102,7 +111,7 @@ def simulate(
     Requests that arrive before ``warmup_us`` are served but not measured.
     """
     profile = deployment.profile
-    scenario = scenario.released(system.release or _RELEASES.get(system.policy, ReleasePolicy.OFF))
+    scenario = scenario.released(system.release)
     replicas = [
         Replica(
             make_policy(system.policy, **system.policy_options(profile, scenario)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from app.cli import app
+from scheduling.request import ReleasePolicy
 from simulator.bound import Hull, _chained_steps, due_by, upper_bound_rps
 from simulator.capacity_plan import plan_capacity
 from simulator.comparison import Question, compare
@@ -246,6 +247,21 @@ def test_a_promise_no_number_of_gpus_keeps():
     loads = tuple(replace(x, service=replace(x.service, tbt_us=5_000)) for x in scenario.loads)
     with pytest.raises(WorkloadError, match="longer than promised on this hardware"):
         plan_capacity(replace(scenario, loads=loads), Deployment(profile), System("fcfs"), 0.2, seeds=(1,), load=SHORT)
+
+
+def test_labels_of_systems():
+    """A label names policy, overlap and release; another one is refused with what there is."""
+    for label, expected in {
+        "fcfs": ("fcfs", False, ReleasePolicy.OFF),
+        "halo-paper+overlap": ("halo-paper", True, ReleasePolicy.SLO),
+        "halo": ("halo", False, ReleasePolicy.BOUNDED),
+        "halo+overlap@slo": ("halo", True, ReleasePolicy.SLO),
+    }.items():
+        system = System(label)
+        assert (system.policy, system.overlap, system.release) == expected
+    for wrong in ("hallo", "halo@soon", "halo@", "+overlap"):
+        with pytest.raises(WorkloadError, match="there are fcfs"):
+            System(wrong)
 
 
 def test_simulate_command(tmp_path):

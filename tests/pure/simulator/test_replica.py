@@ -1,6 +1,9 @@
 """The simulated engine: KV blocks, preemption, prefix cache, release, agreement with the tests' other host."""
 
+import os
 import random
+import subprocess
+import sys
 from array import array
 
 import pytest
@@ -239,6 +242,35 @@ def test_same_seed_same_bytes():
         return result.gaps["a"].tobytes(), [t.ended_us for t in result.tracks]
 
     assert once() == once()
+
+
+_DIGEST = """
+import hashlib
+from simulator.hardware_profile import load_profile
+from simulator.scenario import load_scenario
+from simulator.search import Load
+from simulator.system import Deployment, System, simulate
+scenario = load_scenario("hospital")
+arrivals = scenario.compose(Load(20.0, 0.0).arrivals_us(12, 1), 1)
+result = simulate(System("halo"), Deployment(load_profile("llama3-8b-a100-80g")), scenario, arrivals, seed=1)
+print(hashlib.sha256(b"".join(gaps.tobytes() for gaps in result.gaps.values())).hexdigest())
+"""
+
+
+def test_same_bytes_on_other_processors():
+    """With OpenBLAS kernels of two processor families, whose sums differ in their last bits, the bytes are the same."""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", _DIGEST],
+            env={**os.environ, "OPENBLAS_CORETYPE": kernels, "OPENBLAS_NUM_THREADS": "1"},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for kernels in ("Haswell", "Nehalem")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == 64
 
 
 @pytest.mark.parametrize(
