@@ -102,7 +102,7 @@ def plan_command(  # noqa: PLR0917  # a command's options
         label = cluster.args.scheduler.policy + ("+overlap" if overlap else "")
         plan = plan_capacity(
             scenario,
-            Deployment(hardware, inflight=cluster.args.admission.inflight_per_replica),
+            Deployment(hardware, inflight=cluster.args.admission.inflight_per_replica, keep_release=True),
             System(label),
             total,
             seeds=tuple(range(1, seeds + 1)),
@@ -114,6 +114,8 @@ def plan_command(  # noqa: PLR0917  # a command's options
         raise _failure(str(errors)) from None
     except WorkloadError as error:
         raise _failure(error) from None
+    if cluster.args.slo_scale != 1:
+        _note(f"targets are those of {config} times its slo_scale, {cluster.args.slo_scale:g}")
     _print_answer(plan, loads, peak, as_json=as_json)
 
 

@@ -87,6 +87,7 @@ class Deployment:
     """Hardware and settings that all compared systems share.
 
     ``inflight`` is how many requests a replica takes from the admission queue; None means as many as it runs.
+    ``keep_release`` leaves every service its own release of tokens, as a cluster.yaml sets it.
     """
 
     profile: HardwareProfile
@@ -95,6 +96,7 @@ class Deployment:
     inflight: int | None = None
     queue_timeout_us: int = 2**62
     finetune: Finetune | None = None
+    keep_release: bool = False
 
 
 def simulate(
@@ -111,7 +113,8 @@ def simulate(
     Requests that arrive before ``warmup_us`` are served but not measured.
     """
     profile = deployment.profile
-    scenario = scenario.released(system.release)
+    if not deployment.keep_release:
+        scenario = scenario.released(system.release)
     replicas = [
         Replica(
             make_policy(system.policy, **system.policy_options(profile, scenario)),

@@ -31,7 +31,7 @@ from simulator.scenario import Scenario, load_scenario
 from simulator.search import Load, Runs, highest_rate, kept
 from simulator.step_shape import StepShape
 from simulator.step_times import StepCosts, StepTimes
-from simulator.system import Deployment, System
+from simulator.system import Deployment, System, simulate
 from simulator.workload import WorkloadError
 
 run = CliRunner()
@@ -239,6 +239,16 @@ def test_more_load_needs_more_replicas():
     assert plan.breaks_first is not None
     assert plan.breaks_first.service in {s.name for s in scenario.services}
     assert plan.breaks_first.rate > plan.max_rps
+
+
+def test_services_keep_their_own_release():
+    """With keep_release, as in a plan, tokens leave as each service says, not as the policy is used to."""
+    scenario = brief_requests().released(ReleasePolicy.SLO)
+    arrivals = scenario.compose(SHORT.arrivals_us(2, 1), 1)
+    kept_own = simulate(System("fcfs"), Deployment(slow_hardware(), keep_release=True), scenario, arrivals)
+    assert all(t.first_us == t.arrival.at_us + t.service.ttft_us for t in kept_own.tracks if t.ttft_met)
+    usual = simulate(System("fcfs"), Deployment(slow_hardware()), scenario, arrivals)
+    assert all(t.first_us == t.ready_us for t in usual.tracks)
 
 
 def test_a_promise_no_number_of_gpus_keeps():
