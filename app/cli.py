@@ -1,4 +1,4 @@
-"""The ``halo`` command: check a configuration, serve it, manage API keys."""
+"""The ``halo`` command: check a configuration, serve it, manage API keys, simulate, plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from app import launch, partition_command
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from app.durations import format_duration
+from app.simulation_commands import plan_command, simulate_command
 from deployments.auth import ALL_SERVICES, KeysError, add_key, list_keys, remove_key
 from partition.analytic_device import GPU_PROFILES
 from partition.searches import DEFAULT_SEARCH, SEARCHES
@@ -21,6 +22,8 @@ from partition.searches import DEFAULT_SEARCH, SEARCHES
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, help=__doc__)
 keys_app = typer.Typer(no_args_is_help=True, help="Manage the file of API keys that auth.keys_file names.")
 app.add_typer(keys_app, name="keys")
+app.command("simulate")(simulate_command)
+app.command("plan")(plan_command)
 
 KeysFile = Annotated[Path, typer.Option("--file", help="The key file; made if need be.")]
 DEFAULT_KEYS_FILE = Path("keys.jsonl")

@@ -15,6 +15,7 @@ SOURCES = (
     "vllm_plugin",
     "scheduling",
     "partition",
+    "simulator",
     "benchmarks",
     "scripts",
     "tests",

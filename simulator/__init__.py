@@ -1,0 +1,1 @@
+"""A step-level simulation of engine replicas behind the admission queue. Every number it gives is simulated."""
