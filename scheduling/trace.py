@@ -6,7 +6,8 @@ a prompt or an answer.
 
 Entries are lists that begin with a letter:
 
-- ``["h", header]`` once: ``policy``, ``options``, ``limits``, and ``model``, the step-time model it started from.
+- ``["h", header]`` once: ``policy``, ``options``, ``limits``. The policy is new then; what it learned before its first
+  view, in a profiling pass, follows as records.
 - ``["r", number, request]`` before a request is first seen: what does not change about it.
 - ``["v", now_us, kv_blocks_free, running, waiting]``: requests as (number and what changes, see :data:`CHANGING`).
 - ``["p", decode numbers, [number, tokens] per chunk]``: the plan for the view before.
@@ -41,14 +42,9 @@ class TraceEncoder:
         self._numbers: dict[str, int] = {}
         self._count = 0
 
-    def header(
-        self, policy: str, options: Mapping[str, Any], limits: Limits, model: Mapping[str, Any] | None = None
-    ) -> Entry:
+    def header(self, policy: str, options: Mapping[str, Any], limits: Limits) -> Entry:
         """The first entry."""
-        return [
-            "h",
-            {"version": VERSION, "policy": policy, "options": dict(options), "limits": asdict(limits), "model": model},
-        ]
+        return ["h", {"version": VERSION, "policy": policy, "options": dict(options), "limits": asdict(limits)}]
 
     def view(self, view: View) -> list[Entry]:
         """The entries of a view, new requests first."""
@@ -110,8 +106,6 @@ class _Reader:
             raise TraceError(f"the trace has version {header['version']!r}; this release reads version {VERSION}")
         self.limits = Limits(**header["limits"])
         self.policy = make_policy(header["policy"], **header["options"])
-        if header["model"] is not None:
-            self.policy.model.restore(header["model"])  # type: ignore[attr-defined]
         self.states: dict[int, RequestState] = {}
 
     def add(self, number: int, fixed: Mapping[str, Any]) -> None:

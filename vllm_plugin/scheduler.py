@@ -92,6 +92,7 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         self._profiling: ProfilingPass | None = None
         self._profiled: dict[str, Any] | None = None
         self.halo_policy: Policy = self._new_policy(min(COLD_BATCH, self.max_num_scheduled_tokens))
+        self._open_trace()
         logger.info("HaloScheduler active with policy %s", self.halo_policy.name)
 
     def _new_policy(self, batch: int) -> Policy:
@@ -103,16 +104,14 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
     def _end_profiling(self, profiling: ProfilingPass) -> None:
         """Start the policy anew with what the pass has measured, and tell the client on its requests' outputs."""
         self._profiling = None
-        if self._trace is not None:
-            self._trace.close()
-            self._trace = None
         tbt_min_us = self._tbt_min_us
         batch = profiling.largest_batch(tbt_min_us) if tbt_min_us else None
         if batch is not None and not self._batch_is_set:
             self._options["batch"] = batch
         self.halo_policy = self._new_policy(COLD_BATCH)
+        self._open_trace()
         for record in profiling.records:
-            self.halo_policy.observe(record)
+            self._learn(record)
         self._profiled = {"steps": len(profiling.records), "batch": self._options.get("batch", 0)}
         logger.info(
             "Profiling pass: %d steps; %s runs with %s", len(profiling.records), self._policy_name, self._options
@@ -213,6 +212,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         tracks = self._book.tracks
         running = [tracks[request.request_id].state for request in self.running if request.request_id in tracks]
         if not running and not self._book.waiting:
+            if self._profiling is not None and self._profiling.records:
+                self._end_profiling(self._profiling)  # its requests were aborted
             return None
         view = View(
             now_us=now_us,
@@ -228,7 +229,8 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
                     return plan
                 self._end_profiling(self._profiling)
             plan = self.halo_policy.plan(view)
-            self._write_trace(view, plan)
+            if self._trace is not None:
+                self._trace.step(view, plan)
         except Exception:
             # A fault in a policy must cost deadlines, never the engine: the stock scheduler takes this step.
             self._plan_failures += 1
@@ -236,14 +238,12 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             return None
         return plan if plan.decode or plan.prefill else None
 
-    def _write_trace(self, view: View, plan: StepPlan) -> None:
-        """A trace begins with the state of the policy; the profiling pass makes a new policy, and ends the trace."""
-        if self._trace is None and self._trace_dir is not None:
-            model = getattr(self.halo_policy, "model", None)
-            snapshot = model.snapshot() if model is not None else None
-            self._trace = TraceFile(self._trace_dir, self._policy_name, self._options, self._limits, snapshot)
+    def _open_trace(self) -> None:
+        """Begin the trace of a new policy."""
         if self._trace is not None:
-            self._trace.step(view, plan)
+            self._trace.close()
+        if self._trace_dir is not None:
+            self._trace = TraceFile(self._trace_dir, self._policy_name, self._options, self._limits)
 
     def _steer(self, plan: StepPlan) -> None:
         by_id = {request.request_id: request for request in self.running}
@@ -348,6 +348,11 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         if self._profiled is not None and track.profiling:
             output.kv_transfer_params[PROFILED_KEY] = self._profiled
 
+    def _learn(self, record: StepRecord) -> None:
+        if self._trace is not None:
+            self._trace.record(record)
+        self.halo_policy.observe(record)
+
     def _observe(
         self,
         scheduler_output: SchedulerOutput,
@@ -379,8 +384,6 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
             if self._profiling is not None:
                 self._profiling.observe(record)
                 return
-            if self._trace is not None:
-                self._trace.record(record)
-            self.halo_policy.observe(record)
+            self._learn(record)
         except Exception:
             logger.exception("Policy %s failed to learn from a step", self.halo_policy.name)

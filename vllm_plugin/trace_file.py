@@ -32,7 +32,6 @@ class TraceFile:
         policy: str,
         options: dict[str, Any],
         limits: Limits,
-        model: dict[str, Any] | None,
         *,
         max_bytes: int = MAX_BYTES,
     ) -> None:
@@ -48,7 +47,7 @@ class TraceFile:
         except OSError as error:
             logger.warning("No scheduler trace: %s", error)
             return
-        self._write([self._encoder.header(policy, options, limits, model)])
+        self._write([self._encoder.header(policy, options, limits)])
         logger.info("Scheduler trace goes to %s", self.path)
 
     def step(self, view: View, plan: StepPlan) -> None:

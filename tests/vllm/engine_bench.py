@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduling.request import ReleasePolicy
-from vllm_plugin.promise import PROMISE_KEY, RequestPromise, detach_hold
+from vllm_plugin.promise import PROFILING_KEY, PROMISE_KEY, RequestPromise, detach_hold
 from vllm_plugin.scheduler import monotonic_us
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +19,9 @@ MAX_LORAS = 4
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: prompt text, service ("" for the base model), output length, targets in milliseconds."""
+    """One request: prompt, service ("" for the base model), output length, targets in milliseconds."""
 
-    prompt: str
+    prompt: str | Sequence[int]
     service: str = ""
     tokens: int = 16
     ttft_ms: int = 60_000
@@ -29,6 +29,7 @@ class Ask:
     release: ReleasePolicy = ReleasePolicy.OFF
     ignore_eos: bool = True
     seed: int | None = None
+    profiling: int = 0
 
 
 @dataclass
@@ -78,12 +79,15 @@ class Bench:
         """The scheduler in force."""
         return self.core.scheduler
 
-    def use(self, cls: type, policy: str = "", *, blocks: int | None = None, **options: int) -> Any:
+    def use(
+        self, cls: type, policy: str = "", *, blocks: int | None = None, trace_dir: Path | None = None, **options: int
+    ) -> Any:
         """Put a new scheduler into the idle engine: ``cls`` with ``policy``, and at most ``blocks`` KV blocks."""
         old = self.core.scheduler
         assert not old.has_unfinished_requests()
         config = old.vllm_config
-        config.additional_config = {"halo": {"policy": policy, "options": options}} if policy else {}
+        halo = {"policy": policy, "options": options, "tbt_min_us": options.get("tbt_min_us"), "trace_dir": trace_dir}
+        config.additional_config = {"halo": halo} if policy else {}
         kv_cache_config = self._kv_cache_config = getattr(self, "_kv_cache_config", old.kv_cache_config)
         if blocks is not None:
             kv_cache_config = replace(kv_cache_config, num_blocks=blocks)
@@ -113,11 +117,12 @@ class Bench:
             seed=ask.seed,
             ignore_eos=ask.ignore_eos,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={PROMISE_KEY: promise.to_wire()},
+            extra_args={PROFILING_KEY: ask.profiling} if ask.profiling else {PROMISE_KEY: promise.to_wire()},
         )
         before = set(self.scheduler.requests)
         name = f"r{next(self._serial):04d}"
-        self.engine.add_request(name, ask.prompt, params, lora_request=self.adapters.get(ask.service))
+        prompt = ask.prompt if isinstance(ask.prompt, str) else {"prompt_token_ids": list(ask.prompt)}
+        self.engine.add_request(name, prompt, params, lora_request=self.adapters.get(ask.service))
         return name, next(iter(set(self.scheduler.requests) - before))
 
     def run(self, asks: Sequence[Ask], *, arrive_at_step: Sequence[int] | None = None, limit: int = 3000) -> Run:

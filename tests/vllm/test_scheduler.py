@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from benchmarks.replay import entries
+from scheduling.profiling import prompt_lengths
 from scheduling.request import ReleasePolicy
+from scheduling.trace import replay
 from tests.vllm.engine_bench import SERVICES, Ask, Bench
 from vllm_plugin.scheduler import HaloScheduler
 
@@ -181,3 +187,38 @@ def test_seeded_requests_survive_chunked_prompts(bench: Bench) -> None:
     whole = bench.run(asks[:1]).tokens + bench.run(asks[1:]).tokens
     bench.use(HaloScheduler, "fcfs", batch=24)
     assert bench.run(asks).tokens == whole
+
+
+@pytest.mark.timeout(300)
+def test_a_recorded_trace_replays_exactly(bench: Bench, tmp_path: Path) -> None:
+    """What the engine's scheduler saw and decided, preemptions and aborts included, is decided again from the file."""
+    scheduler = bench.use(HaloScheduler, "halo", blocks=24, trace_dir=tmp_path, batch=48)
+    asks = mixed(24)
+    bench.run(asks, arrive_at_step=[3 * i for i in range(len(asks))])
+    scheduler._trace.close()
+    (path,) = tmp_path.iterdir()
+    result = replay(entries(path))
+    assert result.plans > 40
+    assert result.mismatches == []
+    assert PATIENT[:20] not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(300)
+def test_the_profiling_pass_warms_the_policy(bench: Bench) -> None:
+    """It runs on the engine as it is, ends with its requests, leaves nothing behind, and real requests come after."""
+    scheduler = bench.use(HaloScheduler, "halo", tbt_min_us=400_000)
+    lengths = prompt_lengths(scheduler._limits, 1024)
+    draw = random.Random(3)
+    run = bench.run(
+        [
+            Ask([draw.randrange(40_000) for _ in range(n)], ("", *SERVICES)[i % 5], 60, profiling=len(lengths))
+            for i, n in enumerate(lengths)
+        ]
+    )
+    assert scheduler._profiled["steps"] > 40
+    assert scheduler._profiled["batch"] == scheduler.halo_policy._cold.batch
+    assert scheduler.halo_policy.model.warm
+    chunked = {sum(step.values()) for step in run.steps if max(step.values(), default=0) > 1}
+    assert max(chunked) > 200
+    assert_empty(scheduler)
+    assert len(bench.run([Ask(PATIENT, SERVICES[0], 4)]).tokens[0]) == 4

@@ -18,18 +18,12 @@ class Recorded:
     """A policy that writes down its calls, as the engine's trace does."""
 
     def __init__(self, name: str, options: dict[str, int]) -> None:
-        self.policy = make_policy(name, **options)
-        if name == "halo":
-            profile(self.policy, step_time, LIMITS, longest_context=100)
-        model = getattr(self.policy, "model", None)
         self.name = name
+        self.policy = make_policy(name, **options)
         self.encoder = TraceEncoder()
-        self.entries: list[Entry] = [
-            self.encoder.header(name, options, LIMITS, model.snapshot() if model is not None else None)
-        ]
-        if model is not None:  # a replay starts from the snapshot, so the run does too
-            self.policy = make_policy(name, **options)
-            self.policy.model.restore(self.entries[0][1]["model"])
+        self.entries: list[Entry] = [self.encoder.header(name, options, LIMITS)]
+        if name == "halo":
+            profile(self, step_time, LIMITS, longest_context=100)
 
     def plan(self, view: View) -> StepPlan:
         plan = self.policy.plan(view)
