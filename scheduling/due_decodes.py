@@ -38,7 +38,7 @@ class DueDecodes:
     """The decodes of a step, from ``keyed``, as :func:`scheduling.halo_paper.by_deadline` sorts them.
 
     ``limit_us`` is the step limit T*: until the earliest deadline of those that can still be met, less the margin, and
-    at most :data:`STEP_MAX_US`. ``without_slot`` are decodes whose adapters have no slot in this step; they shorten it
+    at most ``step_max_us``. ``without_slot`` are decodes whose adapters have no slot in this step; they shorten it
     so that the next one is in time for them. ``urgent`` must run in this step and ``rest`` may, both by deadline.
     ``time_us`` gives the time of a decode-only step from the number of decodes and their summed context.
     """
@@ -51,6 +51,7 @@ class DueDecodes:
         margin_us: int,
         tbt_min_us: int,
         *,
+        step_max_us: int = STEP_MAX_US,
         without_slot: Sequence[Keyed] = (),
     ) -> None:
         self._now_us = now_us
@@ -59,8 +60,8 @@ class DueDecodes:
         self._ordered = [entry[3] for entry in keyed]
         one_us = ceil(time_us(1, self._ordered[0].computed_tokens if keyed else 0))
         self._lost = self._due_before(now_us + one_us)
-        slack_us = self._keyed[self._lost][0] - now_us if self._lost < len(keyed) else STEP_MAX_US + margin_us
-        self.limit_us = max(min(slack_us - margin_us, STEP_MAX_US), one_us)
+        slack_us = self._keyed[self._lost][0] - now_us if self._lost < len(keyed) else step_max_us + margin_us
+        self.limit_us = max(min(slack_us - margin_us, step_max_us), one_us)
         if without_slot:
             self._leave_time_for(without_slot, one_us, margin_us)
         self.urgent, self.rest = self._choose(tbt_min_us)

@@ -5,7 +5,8 @@ evens out, capacity counts a request by its TBT. What the paper fixes with a bat
 and chunks are, comes from :class:`scheduling.latency_model.StepTimeModel` here:
 
 - **Step limit** ``T*``: the step ends before the earliest deadline of any decode that can still be met, a margin
-  earlier, and after :data:`~scheduling.due_decodes.STEP_MAX_US` at the latest, for requests arrive meanwhile.
+  earlier, and after :data:`~scheduling.due_decodes.STEP_MAX_US` on average at the latest, for requests arrive
+  meanwhile.
 - **Urgent with look-ahead**: a decode is in when its slack is less than ``T*`` plus a decode step of those due soon, at
   least one strictest TBT. Without the look-ahead deadlines drift apart, and steps shrink.
 - **Chunk**: the most prompt tokens for which urgent decodes and chunk together take at most ``T*``, in the order of
@@ -15,7 +16,9 @@ and chunks are, comes from :class:`scheduling.latency_model.StepTimeModel` here:
 - **The lost** do not drag down the savable: a decode that is late whatever happens does not set ``T*``, and is left out
   while that keeps others in time; see :mod:`scheduling.due_decodes`.
 - **KV pressure**: a request that yields keeps its memory, so above :data:`KV_PRESSURE` use nobody yields.
-- **No starvation**: after :data:`DRY_STEPS` steps in which prompts got nothing, one gets :data:`DRY_CHUNK` tokens.
+- **No starvation**: each step in which prompts got nothing shrinks the margin that chunks are judged with, from the
+  model's upper quantile towards its mean: where times vary much, a chunk that always fits would never come. After
+  :data:`DRY_STEPS` such steps one gets :data:`DRY_CHUNK` tokens whatever it costs.
 
 All times are the model's upper quantile, but for the capacity, which takes the mean. Until the model is warm the plan
 is ``halo-paper``'s with ``batch``, which is also how the model gets to see steps; a chunk is at most twice the largest
@@ -28,7 +31,7 @@ from operator import attrgetter
 
 from scheduling.adapters import AdapterRotation, AdapterSlots
 from scheduling.capacity import StrictestTbt
-from scheduling.due_decodes import DueDecodes, longest_prefix
+from scheduling.due_decodes import STEP_MAX_US, DueDecodes, longest_prefix
 from scheduling.halo_paper import HaloPaper, by_deadline
 from scheduling.latency_model import StepTimeModel, pairs_of
 from scheduling.policy import StepPlan, StepRecord, View
@@ -98,9 +101,15 @@ class Halo:
         tbt_min_us = self._strictest.us
         margin_us = MARGIN_PCT * tbt_min_us // 100 if self._margin_us is None else self._margin_us
         due = DueDecodes(
-            keyed, view.now_us, self.model.decode_bound_us, margin_us, tbt_min_us, without_slot=without_slot
+            keyed,
+            view.now_us,
+            self.model.decode_bound_us,
+            margin_us,
+            tbt_min_us,
+            step_max_us=int(STEP_MAX_US * self.model.mixed_ratio),
+            without_slot=without_slot,
         )
-        step = _Step(self.model, room, due.limit_us)
+        step = _Step(self.model, room, due.limit_us, caution=1 / (1 + self._dry_steps))
         refused = [entry[3] for entry in without_slot] + step.decode(due.urgent)
         rest = due.rest
         if rest and _kv_is_scarce(view):
@@ -155,7 +164,7 @@ class Halo:
             if given:
                 self._prompts.account(state.request_id, given)
         self._prompts.settle()
-        self._dry_steps = self._dry_steps + 1 if dry else 0
+        self._dry_steps = self._dry_steps + 1 if dry else self._dry_steps // 2
 
     def _token_us(self, step: _Step, most: int) -> float:
         """Time per prompt token at present, smoothed over steps: the step limit over the largest chunk it allows."""
@@ -167,7 +176,10 @@ class Halo:
 class _Step:
     """The step being planned: what is in it, and what else fits until its limit."""
 
-    def __init__(self, model: StepTimeModel, room: Room, limit_us: int) -> None:
+    def __init__(self, model: StepTimeModel, room: Room, limit_us: int, *, caution: float) -> None:
+        ratio = model.mixed_ratio
+        # What is left of the quantile's margin when prompts are judged.
+        self._prompt_factor = (1 + caution * (ratio - 1)) / ratio
         self.room = room
         self.tokens = 0
         self._model = model
@@ -214,7 +226,7 @@ class _Step:
                 self._pairs + pairs_of(tokens, prefix),
                 self._prefix + prefix,
             )
-            if time_us <= self.limit_us:
+            if time_us * self._prompt_factor <= self.limit_us:
                 low = tokens
             else:
                 high = tokens - 1

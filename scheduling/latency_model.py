@@ -82,6 +82,11 @@ class StepTimeModel:
         return self._mixed[self._mixed_graph].warm
 
     @property
+    def mixed_ratio(self) -> float:
+        """Upper quantile over mean of steps that carry prompt tokens, in the mode seen last."""
+        return self._mixed[self._mixed_graph].ratio
+
+    @property
     def largest_chunk(self) -> int:
         """Most prompt tokens seen in one step; far beyond it predictions are guesses."""
         return self._mixed[self._mixed_graph].largest
