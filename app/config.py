@@ -24,8 +24,9 @@ from app.args_schema import AppArgs
 from app.problems import ABSENT, ConfigErrors, Problem, unknown_key, with_lines
 from app.problems import Path as KeyPath
 from app.schema_walk import section_model, sections_by_key, value_problems
-from app.yaml_source import YamlSource, placeholders, read_yaml
+from app.yaml_source import MAX_BYTES, YamlSource, placeholders, read_yaml
 from deployments.durable_file import write_durably
+from deployments.regular_file import FileRefusedError, read_regular
 
 IMPORT_PATH = "app.main:build_app"
 DEPLOYMENTS = ("gateway", "admission", "engine")
@@ -89,9 +90,11 @@ def load_cluster(path: Path, *, files: bool = True) -> ClusterConfig:
     Raises :class:`ConfigErrors`, with line numbers, also when the file cannot be read.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise ConfigErrors([Problem((), f"cannot be read: {error.strerror}")], str(path)) from None
+    except FileRefusedError as error:
+        raise ConfigErrors([Problem((), str(error))], str(path)) from None
     source = read_yaml(raw, str(path))
     problems = [*source.problems, *placeholders(source.data)]
     if not isinstance(source.data, dict):

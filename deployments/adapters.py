@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -22,6 +21,8 @@ from typing import Any
 from deployments.adapter_config import CONFIG_FILE, Findings, Ranks, check_features, read_config, strings
 from deployments.adapter_tensors import AdapterTensors, TensorFileError, Weight, first_non_finite, read_tensors
 from deployments.base_model import BaseModelFacts, directory_fault, read_model_facts
+from deployments.durable_file import place_directory_durably
+from deployments.regular_file import FileRefusedError, check_regular
 from deployments.settings import EngineSettings
 
 TENSOR_FILE = "adapter_model.safetensors"
@@ -118,10 +119,7 @@ def loadable_directory(report: AdapterReport, cache: Path) -> Path:
     try:
         shutil.copyfile(report.path / TENSOR_FILE, draft / TENSOR_FILE)
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        for name in (TENSOR_FILE, CONFIG_FILE):
-            with (draft / name).open("rb") as file:
-                os.fsync(file.fileno())
-        draft.rename(target)
+        place_directory_durably(draft, target)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         if not target.is_dir():  # Another process may have been first.
@@ -152,7 +150,12 @@ def prepare_adapters(settings: EngineSettings, cache: Path) -> dict[str, Path]:
 
 
 def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:
-    if not (path / TENSOR_FILE).is_file():
+    try:
+        check_regular(path / TENSOR_FILE)
+    except FileRefusedError as error:
+        found.faults.append(f"{TENSOR_FILE} {error}")
+        return None
+    except FileNotFoundError:
         pickles = sorted(file.name for file in path.glob("adapter_model.*") if file.suffix in {".bin", ".pt", ".pth"})
         found.faults.append(
             f"{TENSOR_FILE} is missing; {pickles[0]} is not read, because pickle files can run code when they are "
@@ -160,6 +163,9 @@ def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:
             if pickles
             else f"{TENSOR_FILE} is missing"
         )
+        return None
+    except OSError as error:
+        found.faults.append(f"{TENSOR_FILE} cannot be read: {error.strerror}")
         return None
     try:
         return read_tensors(path / TENSOR_FILE)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deployments.regular_file import FileRefusedError, check_regular, read_regular
+
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 # Architectures whose layers are named and shaped like Llama's: q/k/v/o_proj and gate/up/down_proj, one each a layer.
@@ -65,8 +67,16 @@ def read_model_facts(directory: Path) -> BaseModelFacts:
         raise ModelError(fault)
     path = directory / "config.json"
     config = read_json_object(path, ModelError)
-    if not any(directory.glob("*.safetensors")):
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
         raise ModelError("the directory has no *.safetensors file; other weight formats are not read")
+    for file in weights:
+        try:
+            check_regular(file)
+        except OSError as error:
+            raise ModelError(f"{file.name} cannot be read: {error.strerror}") from None
+        except FileRefusedError as error:
+            raise ModelError(f"{file.name} {error}") from None
     text = config.get("text_config")
     return _facts(directory.name, config, text if isinstance(text, Mapping) else config)
 
@@ -89,14 +99,13 @@ def directory_fault(path: Path) -> str | None:
 def read_json_object(path: Path, error_type: type[ValueError]) -> dict[str, Any]:
     """The JSON object in a small file; raises ``error_type`` naming the file when there is none."""
     try:
-        size = path.stat().st_size
-        raw = path.read_bytes() if size <= MAX_CONFIG_BYTES else b""
+        raw = read_regular(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise error_type(f"{path.name} is missing") from None
     except OSError as error:
         raise error_type(f"{path.name} cannot be read: {error.strerror}") from None
-    if size > MAX_CONFIG_BYTES:
-        raise error_type(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
+    except FileRefusedError as error:
+        raise error_type(f"{path.name} {error}") from None
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
