@@ -16,6 +16,7 @@ MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 # Architectures whose layers are named and shaped like Llama's: q/k/v/o_proj and gate/up/down_proj, one each a layer.
 LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_BLOCKS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
 class ModelError(ValueError):
@@ -41,6 +42,15 @@ class BaseModelFacts:
     tied_embeddings: bool = False
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
+    def module_names(self) -> list[str]:
+        """The names of all modules that LoRA can be put on; empty when :attr:`shapes` is not known."""
+        if not self.shapes:
+            return []
+        layers = [
+            f"model.layers.{n}.{block}.{name}" for n in range(self.layers) for block, names in _BLOCKS for name in names
+        ]
+        return ["model.embed_tokens", *layers, "lm_head"]
+
     def module_shape(self, module: str) -> tuple[int, int] | None:
         """(input, output) features of a module by its full name, None when the model has no such module.
 
@@ -49,13 +59,12 @@ class BaseModelFacts:
         parts = module.split(".")
         if module in {"lm_head", "model.embed_tokens"}:
             return (self.hidden, self.vocab) if module == "lm_head" else (self.vocab, self.hidden)
-        block = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
         known = (
             len(parts) == 5
             and parts[:2] == ["model", "layers"]
             and parts[2].isdecimal()
             and int(parts[2]) < self.layers
-            and parts[4] in block.get(parts[3], ())
+            and parts[4] in dict(_BLOCKS).get(parts[3], ())
         )
         return self.shapes.get(parts[4]) if known else None
 

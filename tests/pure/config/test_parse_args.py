@@ -255,7 +255,8 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ]),
     ("several faults of one adapter", {}, lambda root: write_adapter(
         root / "adapters/strict", use_dora=True, bias="all"), [
-        "services[0].adapter = adapters/strict: use_dora is set: DoRA is not supported",
+        "services[0].adapter = adapters/strict: use_dora is set: DoRA is not supported; "
+        "train the adapter without it",
         "services[0].adapter = adapters/strict: bias is all; only none is supported",
     ]),
     ("context", {"max_model_len": 513}, lambda root: None, [
