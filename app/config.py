@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from app.args_checks import ArgsView, check_files, check_values
 from app.args_schema import AppArgs
+from app.machine_checks import check_machine
 from app.problems import ABSENT, ConfigErrors, Problem, unknown_key, with_lines
 from app.problems import Path as KeyPath
 from app.schema_walk import section_model, sections_by_key, value_problems
@@ -38,7 +39,7 @@ __all__ = ["DEPLOYMENTS", "IMPORT_PATH", "AppArgs", "ClusterConfig", "ConfigErro
 def parse_args(args: Mapping[str, Any], root: Path | None = None, *, files: bool = True) -> AppArgs:
     """Check the ``args`` of the application. Relative paths in it start at ``root``, by default where we run.
 
-    With ``files`` off neither model, adapters nor keys are looked at. Raises :class:`ConfigErrors`.
+    With ``files`` off neither model, adapters, keys nor this machine are looked at. Raises :class:`ConfigErrors`.
     """
     parsed, problems = _parse(args, (root or Path.cwd()).absolute(), sections_by_key(AppArgs, "args"), files=files)
     problems += [*placeholders(args)]
@@ -141,6 +142,7 @@ def _parse(
     check_values(view)
     if files:
         check_files(view)
+        check_machine(view)
     problems += view.problems
     if parsed is not None and not problems:
         parsed.attach(root, view.reports, tuple(view.warnings))
