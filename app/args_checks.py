@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ def _check_engine_args(view: ArgsView) -> None:
             view.problems.append(unknown_key(path, value, known, {}))
 
 
+@cache
 def vllm_engine_args() -> frozenset[str]:
     """The names of vLLM's engine arguments, read from its source so that vLLM need not be imported.
 
