@@ -12,7 +12,10 @@ import pytest
 from deployments.durable_file import place_directory_durably, write_durably
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("app", "deployments", "partition", "scheduling", "vllm_plugin", "benchmarks", "scripts", "dashboards")
+PACKAGES = (
+    *("app", "deployments", "partition", "scheduling", "simulator", "vllm_plugin"),
+    *("benchmarks", "scripts", "dashboards"),
+)
 
 
 @pytest.fixture
