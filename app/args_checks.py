@@ -7,18 +7,21 @@ hides another.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from app.args_schema import AppArgs, SchedulerArgs, resolve
+from app.args_schema import MAX_STEP_TOKENS, AppArgs, SchedulerArgs, resolve
 from app.problems import ABSENT, Problem, unknown_key
 from app.problems import Path as KeyPath
 from deployments.adapters import AdapterError, AdapterReport, check_adapter
 from deployments.auth import KeysError, load_keys
 from deployments.base_model import BaseModelFacts, ModelError, directory_fault, read_model_facts
+from deployments.module_names import some
 from scheduling.registry import POLICIES
 
 _HAS_OWN_KEY = {
@@ -39,6 +42,7 @@ _SET_BY_HALO = {
     "additional_config": "HALO passes its own",
     "scheduler_cls": "HALO brings its own scheduler",
     "scheduling_policy": "HALO brings its own scheduler",
+    "worker_extension_cls": "HALO brings its own",
     "enable_log_requests": "prompts are never logged",
 }
 _PICKLE_FORMATS = ("pt", "npcache")
@@ -56,11 +60,15 @@ class ArgsView:
     reports: dict[str, AdapterReport] = field(default_factory=dict)
 
     def get(self, *path: str) -> Any:
-        """The value at ``path``; its default where it is absent or malformed; None where it has no default."""
+        """The value at ``path``; its default where it is absent; None where it has none, and where it is malformed.
+
+        A malformed value is reported already: its default beside other values would only make up further errors.
+        """
         value: Any = self.data
         for depth, part in enumerate(path):
-            inside = isinstance(value, Mapping) and part in value
-            if path[: depth + 1] in self.bad or not inside:
+            if path[: depth + 1] in self.bad:
+                return None
+            if not isinstance(value, Mapping) or part not in value:
                 info = AppArgs.model_fields.get(path[0]) if len(path) == 1 else None
                 return None if info is None or info.is_required() else info.default
             value = value[part]
@@ -94,13 +102,27 @@ def check_files(view: ArgsView) -> None:
     """Model, adapters and keys on disk, as far as that is possible without loading them."""
     facts = _check_model(view)
     _check_adapters(view, facts)
+    _check_keys(view)
+
+
+def _check_keys(view: ArgsView) -> None:
     keys_file = view.get("auth", "keys_file")
-    if isinstance(keys_file, str):
-        try:
-            load_keys(view.path(keys_file))
-        except KeysError as error:
-            for fault in error.faults:
-                view.report(("auth", "keys_file"), fault, keys_file)
+    if not isinstance(keys_file, str):
+        return
+    try:
+        holders = load_keys(view.path(keys_file)).holders.values()
+    except KeysError as error:
+        for fault in error.faults:
+            view.report(("auth", "keys_file"), fault, keys_file)
+        return
+    names = {str(view.get("base", "name")), *(str(service.get("name")) for _, service in view.services())}
+    for holder in holders:
+        unknown = sorted((holder.services or frozenset()) - names)
+        if unknown:
+            view.warnings.append(
+                f"the key {holder.name} names {some(unknown)}, which this file does not serve; "
+                "see `halo keys list`, and make the key anew if that is a mistake"
+            )
 
 
 def _check_names(view: ArgsView) -> None:
@@ -138,9 +160,16 @@ def _check_scheduler(view: ArgsView) -> None:
         return
     policy, options = policy or SchedulerArgs().policy, options or {}
     if policy not in POLICIES:
-        message = f"is not a scheduling policy; there are {', '.join(POLICIES)}"
-        view.report(("scheduler", "policy"), message, policy)
-        return
+        close = difflib.get_close_matches(policy, POLICIES, n=1)
+        hint = (
+            f"Did you mean {close[0]}? The options are checked as its own" if close else "Its options are not checked"
+        )
+        view.report(
+            ("scheduler", "policy"), f"is not a scheduling policy; there are {', '.join(POLICIES)}", policy, hint
+        )
+        if not close:
+            return
+        policy = close[0]
     known = POLICIES[policy].options
     for option, value in options.items():
         path = ("scheduler", "options", option)
@@ -148,10 +177,23 @@ def _check_scheduler(view: ArgsView) -> None:
             view.problems.append(unknown_key(path, value, known, {}))
         elif fault := known[option].fault(value):
             view.report(path, fault, value)
+        elif option == "batch":
+            _check_policy_batch(view, path, value)
     for option, entry in known.items():
         if entry.required and not entry.measured and option not in options:
             message = f"is missing; {policy} needs it: {entry.meaning}"
             view.report(("scheduler", "options", option), message, ABSENT)
+
+
+def _check_policy_batch(view: ArgsView, path: KeyPath, batch: int) -> None:
+    tokens = view.get("max_num_batched_tokens")
+    if batch > MAX_STEP_TOKENS:
+        view.report(path, f"is more than any step computes: max_num_batched_tokens is at most {MAX_STEP_TOKENS}", batch)
+    elif isinstance(tokens, int) and batch > tokens:
+        view.warnings.append(
+            f"scheduler.options.batch is {batch}, above max_num_batched_tokens ({tokens}): no step computes more than "
+            f"{tokens} tokens, so that it acts like {tokens}"
+        )
 
 
 def _check_engine_args(view: ArgsView) -> None:
@@ -169,6 +211,7 @@ def _check_engine_args(view: ArgsView) -> None:
             view.problems.append(unknown_key(path, value, known, {}))
 
 
+@cache
 def vllm_engine_args() -> frozenset[str]:
     """The names of vLLM's engine arguments, read from its source so that vLLM need not be imported.
 
@@ -195,6 +238,8 @@ def _check_model(view: ArgsView) -> BaseModelFacts | None:
         return None
     directory = view.path(model)
     missing = directory_fault(directory) is not None
+    if missing and ("allow_hub",) in view.bad:
+        return None  # Whether it is a name on the hub is not known.
     if missing and view.get("allow_hub") is True:
         view.warnings.append(f"model {model} is not a directory here; it will be looked up on the hub")
         return BaseModelFacts(name=model)

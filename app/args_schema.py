@@ -28,6 +28,8 @@ from scheduling.request import ReleasePolicy
 
 # The ranks vLLM builds its LoRA kernels for (vllm.config.lora.MaxLoRARanks).
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+MAX_STEP_TOKENS = 1_048_576
+"""vLLM sets memory aside for every token of a step: beyond this a value can only be a mistake."""
 _STRICTEST_TBT = "tbt_min_us"
 
 Dtype = Literal["auto", "float16", "bfloat16", "float32", "half", "float"]
@@ -120,7 +122,7 @@ class SchedulerArgs(Section):
 class AdmissionArgs(Section):
     """How many requests wait, and for how long. ``inflight_per_replica`` is ``max_num_seqs`` unless given."""
 
-    inflight_per_replica: Annotated[int, Field(ge=1)] | None = None
+    inflight_per_replica: Annotated[int, Field(ge=1, le=65536)] | None = None
     queue_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     queue_timeout: Wait = 120_000_000
     heartbeat_timeout: Wait = 10_000_000
@@ -153,11 +155,11 @@ class AppArgs(Section):
     gateways: Annotated[int, Field(ge=1, le=256)] = 1
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     dtype: Dtype = "auto"
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 32
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 256
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=MAX_STEP_TOKENS)] = 256
     max_lora_rank: LoraRank = 16
-    max_loras: Annotated[int, Field(ge=1)] | None = None
+    max_loras: Annotated[int, Field(ge=1, le=1024)] | None = None
     kv_cache_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     lora_overlap: bool = False
     engine_args: dict[str, Any] = {}

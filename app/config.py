@@ -21,11 +21,13 @@ from pydantic import ValidationError
 
 from app.args_checks import ArgsView, check_files, check_values
 from app.args_schema import AppArgs
+from app.machine_checks import check_machine
 from app.problems import ABSENT, ConfigErrors, Problem, unknown_key, with_lines
 from app.problems import Path as KeyPath
 from app.schema_walk import section_model, sections_by_key, value_problems
-from app.yaml_source import YamlSource, placeholders, read_yaml
+from app.yaml_source import MAX_BYTES, YamlSource, placeholders, read_yaml
 from deployments.durable_file import write_durably
+from deployments.regular_file import FileRefusedError, read_regular
 
 IMPORT_PATH = "app.main:build_app"
 DEPLOYMENTS = ("gateway", "admission", "engine")
@@ -37,7 +39,7 @@ __all__ = ["DEPLOYMENTS", "IMPORT_PATH", "AppArgs", "ClusterConfig", "ConfigErro
 def parse_args(args: Mapping[str, Any], root: Path | None = None, *, files: bool = True) -> AppArgs:
     """Check the ``args`` of the application. Relative paths in it start at ``root``, by default where we run.
 
-    With ``files`` off neither model, adapters nor keys are looked at. Raises :class:`ConfigErrors`.
+    With ``files`` off neither model, adapters, keys nor this machine are looked at. Raises :class:`ConfigErrors`.
     """
     parsed, problems = _parse(args, (root or Path.cwd()).absolute(), sections_by_key(AppArgs, "args"), files=files)
     problems += [*placeholders(args)]
@@ -89,9 +91,11 @@ def load_cluster(path: Path, *, files: bool = True) -> ClusterConfig:
     Raises :class:`ConfigErrors`, with line numbers, also when the file cannot be read.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise ConfigErrors([Problem((), f"cannot be read: {error.strerror}")], str(path)) from None
+    except FileRefusedError as error:
+        raise ConfigErrors([Problem((), str(error))], str(path)) from None
     source = read_yaml(raw, str(path))
     problems = [*source.problems, *placeholders(source.data)]
     if not isinstance(source.data, dict):
@@ -138,6 +142,7 @@ def _parse(
     check_values(view)
     if files:
         check_files(view)
+        check_machine(view)
     problems += view.problems
     if parsed is not None and not problems:
         parsed.attach(root, view.reports, tuple(view.warnings))

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deployments.durable_file import place_directory_durably
+
 DEFAULT_CACHE = Path(".cache/models")
 MODEL_NAME = "smollm2-135m-instruct"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -147,7 +149,7 @@ def _convert(source: Path, destination: Path, say: Report) -> None:
 
 
 def _seal(directory: Path) -> None:
-    """Write the manifest last, after every file it lists is on the disk, and give all files ordinary permissions."""
+    """Write the manifest, after every file it lists, and give all files ordinary permissions."""
     umask = os.umask(0)
     os.umask(umask)
     files = sorted(path for path in directory.iterdir() if path.is_file())
@@ -163,8 +165,6 @@ def _seal(directory: Path) -> None:
     listing.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in (*files, listing):
         path.chmod(0o666 & ~umask)
-        _sync(path)
-    _sync(directory)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
@@ -173,8 +173,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
     _remove(aside)
     if target.exists() or target.is_symlink():
         target.rename(aside)
-    partial.rename(target)
-    _sync(target.parent)
+    place_directory_durably(partial, target)
     _remove(aside)
 
 
@@ -183,14 +182,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

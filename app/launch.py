@@ -43,6 +43,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_headers.middlewares",
     "PYTHONUNBUFFERED": "1",
 }
 # Anything here could make the server join a cluster that is not its own.

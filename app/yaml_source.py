@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from app.problems import ConfigErrors, Path, Problem
 
@@ -47,8 +48,10 @@ def read_yaml(raw: bytes, source: str) -> YamlSource:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax_problem(error, text)], source) from None
+    except ReaderError as error:
+        raise ConfigErrors([_character_problem(error, text)], source) from None
     except yaml.YAMLError as error:
-        raise ConfigErrors([Problem((), f"is not YAML: {error}")], source) from None
+        raise ConfigErrors([Problem((), f"is not YAML: {' '.join(str(error).split())}")], source) from None
     except RecursionError:
         raise ConfigErrors([Problem((), "is nested too deeply")], source) from None
     if node is None:
@@ -163,11 +166,24 @@ class _Reader:
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    line = mark.line + 1 if mark else None
-    content = text.splitlines()[line - 1] if line and line <= len(text.splitlines()) else ""
+    """The fault at the line where it was made, which is not always where the parser noticed it."""
+    lines = text.splitlines()
+    noticed = error.problem_mark.line + 1 if error.problem_mark else None
+    began = error.context_mark.line + 1 if error.context_mark else None
+    line = noticed or began
+    # A key without a colon is noticed at the next token, something that is never closed at the end of the file.
+    at_end = error.problem_mark is not None and error.problem_mark.index >= len(text.rstrip())
+    if began is not None and (at_end or error.context == "while scanning a simple key"):
+        line = began
+    content = lines[line - 1] if line and line <= len(lines) else ""
     indent = content[: len(content) - len(content.lstrip())]
     if "\t" in indent:
         return Problem((), "is indented with a tab on this line; YAML takes only spaces", line=line)
-    where = f" ({error.context})" if error.context else ""
+    since = f", which starts on line {began}" if began not in (None, line) else ""
+    where = f" ({error.context}{since})" if error.context else ""
     return Problem((), f"is not YAML: {error.problem}{where}", line=line)
+
+
+def _character_problem(error: ReaderError, text: str) -> Problem:
+    line = text.count("\n", 0, error.position) + 1
+    return Problem((), f"holds the character U+{error.character:04X}, which YAML does not allow", line=line)

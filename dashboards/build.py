@@ -6,7 +6,6 @@ puts ``ray_`` before their names.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from grafana_foundation_sdk.builders.dashboard import DatasourceVariable, QueryV
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, Threshold, ThresholdsMode, VariableRefresh
+
+from deployments.durable_file import write_durably
 
 TARGET = Path(__file__).resolve().parent / "slo.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -171,12 +172,7 @@ def rendered() -> str:
 
 
 def main() -> int:
-    temporary = TARGET.with_suffix(".new")
-    with temporary.open("w", encoding="utf-8") as handle:
-        handle.write(rendered())
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(TARGET)
+    write_durably(TARGET, rendered(), 0o644)
     return 0
 
 

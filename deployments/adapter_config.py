@@ -1,15 +1,18 @@
-"""What adapter_config.json says: features that vLLM does not implement, and the rank and scale of every module."""
+"""What adapter_config.json says beside ranks and targets: which features it uses, and whether vLLM has them.
+
+vLLM drops every key that it does not know (``PEFTHelper.from_dict``), so that an adapter which needs one would load and
+answer wrongly.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deployments.base_model import BaseModelFacts, read_json_object
+from deployments.module_names import shown, some
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -23,6 +26,22 @@ _UNSUPPORTED = {
     "use_qalora": "QALoRA",
     "trainable_token_indices": "trainable tokens",
     "target_parameters": "LoRA on bare parameters",
+    "fan_in_fan_out": "a base model that stores its weights transposed",
+    "ensure_weight_tying": "tying an adapter to both embedding and output layer",
+    "kasa_config": "KaSA",
+    "arrow_config": "Arrow routing",
+    "monteclora_config": "MonteCLoRA",
+}
+# Keys of PEFT 0.21 that other checks look at, and those that say only how the adapter was trained or where it is from.
+_CHECKED = {
+    *("peft_type", "r", "lora_alpha", "target_modules", "bias", "modules_to_save", "use_rslora", "init_lora_weights"),
+    *("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("base_model_name_or_path", "task_type"),
+}
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "inference_mode", "lora_dropout", "peft_version", "revision", "runtime_config"),
+    *("megatron_config", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
 }
 # Initialisations that only choose first values; all others (PiSSA, OLoRA, ...) also change the base model's weights.
 _PLAIN_INITS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
@@ -46,93 +65,63 @@ def read_config(path: Path, found: Findings) -> dict[str, Any] | None:
 
 
 def check_features(config: Mapping[str, Any], base: BaseModelFacts, found: Findings) -> None:
-    """Refuse by name what vLLM does not implement."""
+    """Refuse by name what vLLM does not implement, and what it would ignore."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        found.faults.append(f"peft_type is {kind}; only LORA adapters are served")
+        found.faults.append(f"peft_type is {shown(kind)}; only LORA adapters are served")
     missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in config]
     if missing:
         found.faults.append(f"{CONFIG_FILE} lacks {', '.join(missing)}")
     for key, feature in _UNSUPPORTED.items():
         if config.get(key):
-            found.faults.append(f"{key} is set: {feature} is not supported")
-    for key, value in config.items():
-        if key.startswith("use_") and value and key not in _UNSUPPORTED and key != "use_rslora":
-            found.faults.append(f"{key} is set: this feature is not supported")
+            found.faults.append(f"{key} is set: {feature} is not supported; train the adapter without it")
+    _check_unknown(config, found)
+    _check_values(config, found)
+    _check_origin(config, base, found)
+
+
+def _check_unknown(config: Mapping[str, Any], found: Findings) -> None:
+    known = _CHECKED | _WITHOUT_EFFECT | _UNSUPPORTED.keys()
+    unknown = [key for key in config if config[key] and key not in known]
+    features = [key for key in unknown if key.startswith("use_") or key.endswith("_config")]
+    found.faults.extend(
+        f"{shown(key)} is set: this feature is not supported; train the adapter without it" for key in features
+    )
+    others = [key for key in unknown if key not in features]
+    if others:
+        found.warnings.append(f"{CONFIG_FILE} has unknown keys, which have no effect here: {some(others)}")
+
+
+def _check_values(config: Mapping[str, Any], found: Findings) -> None:
     init = config.get("init_lora_weights", True)
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+    if init is not None and not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
         found.faults.append(
-            f"init_lora_weights is {init}, which also changes the base model's weights: convert it to a plain LoRA "
-            "adapter (PEFT: path_initial_model_for_weight_conversion)"
+            f"init_lora_weights is {shown(init)}, which also changes the base model's weights: convert it to a plain "
+            "LoRA adapter (PEFT: path_initial_model_for_weight_conversion)"
         )
     if config.get("bias", "none") != "none":
-        found.faults.append(f"bias is {config['bias']}; only none is supported")
-    targets = config.get("target_modules")
-    if targets is not None and not isinstance(targets, str) and not _is_list_ofstrings(targets):
-        found.faults.append("target_modules is neither text nor a list of texts")
+        found.faults.append(f"bias is {shown(config['bias'])}; only none is supported")
+    stabilised = config.get("use_rslora")
+    if stabilised is not None and not isinstance(stabilised, bool):
+        found.faults.append(f"use_rslora is {shown(stabilised)}; it has to be true or false")
+    saved = config.get("modules_to_save")
+    if saved is not None and not is_list_of_strings(saved):
+        found.faults.append("modules_to_save is neither null nor a list of texts")
+
+
+def _check_origin(config: Mapping[str, Any], base: BaseModelFacts, found: Findings) -> None:
     trained_on = config.get("base_model_name_or_path")
     if isinstance(trained_on, str) and trained_on:
         name = trained_on.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
         if name.lower() != base.name.rsplit("/", 1)[-1].lower():
-            found.warnings.append(f"says it was trained on {trained_on}; the base model here is {base.name}")
+            found.warnings.append(f"says it was trained on {shown(trained_on)}; the base model here is {base.name}")
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        found.warnings.append(f"says it was trained for the task {shown(task)}; here it generates text (CAUSAL_LM)")
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Rank and scale per module, as PEFT and vLLM's PEFTHelper work them out."""
-
-    default: int
-    alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    rank_stabilised: bool
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], found: Findings) -> Ranks | None:
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-        before = len(found.faults)
-        if "r" in config and not _is_positive(rank, int):
-            found.faults.append(f"the rank r is {rank!r}; it has to be a positive whole number")
-        if "lora_alpha" in config and not _is_positive(alpha, int | float):
-            found.faults.append(f"lora_alpha is {alpha!r}; it has to be a positive number")
-        ranks = _pattern(config, "rank_pattern", int, found)
-        alphas = _pattern(config, "alpha_pattern", int | float, found)
-        if len(found.faults) > before or rank is None or alpha is None:
-            return None
-        return cls(rank, float(alpha), ranks, alphas, bool(config.get("use_rslora")))
-
-    def of(self, module: str) -> int:
-        """The rank configured for a module; the first matching pattern wins."""
-        for pattern, rank in self.rank_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return rank
-        return self.default
-
-    def scale(self, rank: int, alpha: float) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
-        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
-
-
-def _pattern(config: Mapping[str, Any], key: str, kind: Any, found: Findings) -> dict[str, Any]:
-    patterns = config.get(key) or {}
-    if not isinstance(patterns, dict):
-        found.faults.append(f"{key} is not a mapping")
-        return {}
-    for pattern, value in patterns.items():
-        if not _is_positive(value, kind):
-            found.faults.append(f"{key} gives {pattern!r} the value {value!r}; it has to be a positive number")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            found.faults.append(f"{key} has {pattern!r}, which is not a pattern: {error}")
-    return patterns
-
-
-def _is_positive(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_list_ofstrings(value: object) -> bool:
+def is_list_of_strings(value: object) -> bool:
+    """Whether a value of the configuration is a list that holds only texts."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 

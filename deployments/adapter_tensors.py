@@ -45,7 +45,7 @@ class AdapterTensors:
     """The tensors of an adapter, sorted by what they are.
 
     ``pairs`` by the module's name in the base model; ``full_weights`` are whole layers by tensor name, with their
-    shapes; ``half_pairs``, ``magnitudes`` (DoRA), ``wrong_dtypes`` and ``unknown`` are names.
+    shapes; ``half_pairs``, ``magnitudes`` (DoRA), ``wrong_dtypes``, ``repeated`` and ``unknown`` are names.
     """
 
     pairs: dict[str, Weight] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class AdapterTensors:
     full_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     magnitudes: list[str] = field(default_factory=list)
     wrong_dtypes: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -64,7 +65,10 @@ def read_tensors(path: Path) -> AdapterTensors:
         bare = name.removeprefix(_PREFIX)
         pair = _PAIR.fullmatch(bare) or _EMBEDDING_PAIR.fullmatch(bare)
         if pair is not None and len(shape) == 2:
-            halves.setdefault(pair["module"], {})[pair["half"]] = shape
+            known = halves.setdefault(pair["module"], {})
+            if pair["half"] in known:
+                result.repeated.append(name)
+            known[pair["half"]] = shape
         elif "lora_magnitude_vector" in bare:
             result.magnitudes.append(name)
         elif _FULL.fullmatch(bare) and shape:

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.adapter_config import CONFIG_FILE, Findings, Ranks, check_features, read_config, strings
+from deployments.adapter_config import CONFIG_FILE, Findings, check_features, read_config, strings
+from deployments.adapter_ranks import Ranks, check_ranks
+from deployments.adapter_targets import check_targets
 from deployments.adapter_tensors import AdapterTensors, TensorFileError, Weight, first_non_finite, read_tensors
 from deployments.base_model import BaseModelFacts, directory_fault, read_model_facts
+from deployments.durable_file import place_directory_durably
+from deployments.module_names import some
+from deployments.regular_file import FileRefusedError, check_regular
 from deployments.settings import EngineSettings
 
 TENSOR_FILE = "adapter_model.safetensors"
-
-_NAMES_SHOWN = 3
 
 
 class AdapterError(ValueError):
@@ -61,10 +63,10 @@ class AdapterReport:
     leftover_modules_to_save: tuple[str, ...] = ()
 
 
-def check_adapter(path: Path, base: BaseModelFacts, max_rank: int) -> AdapterReport:
+def check_adapter(path: Path, base: BaseModelFacts, max_rank: int | None) -> AdapterReport:
     """Return what the adapter in ``path`` is; raise :class:`AdapterError` with every reason not to serve it.
 
-    The shapes are compared only when ``base.shapes`` is known.
+    The shapes are compared only when ``base.shapes`` is known, its rank with ``max_rank`` only when that is not None.
     """
     fault = directory_fault(path)
     if fault is not None:
@@ -76,7 +78,7 @@ def check_adapter(path: Path, base: BaseModelFacts, max_rank: int) -> AdapterRep
     ranks = Ranks.from_config(config, found) if config is not None else None
     if tensors is not None:
         _check_tensors(tensors, config or {}, base, found)
-        _check_ranks(tensors, ranks, max_rank, found)
+        check_ranks(tensors.pairs, ranks, base, max_rank, found)
         bad = first_non_finite(path / TENSOR_FILE)
         if bad is not None:
             found.faults.append(f"tensor {bad} holds values that are not finite numbers")
@@ -118,10 +120,7 @@ def loadable_directory(report: AdapterReport, cache: Path) -> Path:
     try:
         shutil.copyfile(report.path / TENSOR_FILE, draft / TENSOR_FILE)
         (draft / CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        for name in (TENSOR_FILE, CONFIG_FILE):
-            with (draft / name).open("rb") as file:
-                os.fsync(file.fileno())
-        draft.rename(target)
+        place_directory_durably(draft, target)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         if not target.is_dir():  # Another process may have been first.
@@ -152,7 +151,12 @@ def prepare_adapters(settings: EngineSettings, cache: Path) -> dict[str, Path]:
 
 
 def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:
-    if not (path / TENSOR_FILE).is_file():
+    try:
+        check_regular(path / TENSOR_FILE)
+    except FileRefusedError as error:
+        found.faults.append(f"{TENSOR_FILE} {error}")
+        return None
+    except FileNotFoundError:
         pickles = sorted(file.name for file in path.glob("adapter_model.*") if file.suffix in {".bin", ".pt", ".pth"})
         found.faults.append(
             f"{TENSOR_FILE} is missing; {pickles[0]} is not read, because pickle files can run code when they are "
@@ -160,6 +164,9 @@ def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:
             if pickles
             else f"{TENSOR_FILE} is missing"
         )
+        return None
+    except OSError as error:
+        found.faults.append(f"{TENSOR_FILE} cannot be read: {error.strerror}")
         return None
     try:
         return read_tensors(path / TENSOR_FILE)
@@ -171,18 +178,26 @@ def _read_tensors(path: Path, found: Findings) -> AdapterTensors | None:
 def _check_tensors(tensors: AdapterTensors, config: Mapping[str, Any], base: BaseModelFacts, found: Findings) -> None:
     """Every tensor has to belong to a complete pair of a module that the base model has, in its shape."""
     if tensors.half_pairs:
-        found.faults.append(f"these modules have only one of lora_A and lora_B: {_some(tensors.half_pairs)}")
+        found.faults.append(f"these modules have only one of lora_A and lora_B: {some(tensors.half_pairs)}")
     if tensors.wrong_dtypes:
-        found.faults.append(f"these tensors are not float32, float16 or bfloat16: {_some(tensors.wrong_dtypes)}")
+        found.faults.append(f"these tensors are not float32, float16 or bfloat16: {some(tensors.wrong_dtypes)}")
+    if tensors.repeated:
+        found.faults.append(
+            f"these tensors are in the file twice, under two names: {some(tensors.repeated)}; save the adapter again"
+        )
     if tensors.magnitudes and not config.get("use_dora"):
-        found.faults.append(f"these tensors belong to DoRA, which is not supported: {_some(tensors.magnitudes)}")
+        found.faults.append(f"these tensors belong to DoRA, which is not supported: {some(tensors.magnitudes)}")
     _check_full_weights(tensors, config, base, found)
     if tensors.unknown:
-        found.faults.append(f"these tensors are not LoRA weights and would be ignored: {_some(tensors.unknown)}")
+        found.faults.append(f"these tensors are not LoRA weights and would be ignored: {some(tensors.unknown)}")
     if not tensors.pairs and not tensors.half_pairs:
         found.faults.append("it has no LoRA tensor that the model uses")
+    before = len(found.faults)
     if base.shapes:
         _check_shapes(tensors.pairs, base, found)
+    if len(found.faults) == before:
+        # For another model everything would be missing.
+        check_targets(config, tensors.pairs, tensors.half_pairs, base, found)
 
 
 def _check_full_weights(
@@ -230,32 +245,4 @@ def _check_shapes(pairs: Mapping[str, Weight], base: BaseModelFacts, found: Find
             f"{base.kv_heads} of them for keys and values): {', '.join(differing.values())}"
         )
     if strangers:
-        found.faults.append(f"the base model has no such modules, their tensors would be ignored: {_some(strangers)}")
-
-
-def _check_ranks(tensors: AdapterTensors, ranks: Ranks | None, max_rank: int, found: Findings) -> None:
-    uneven = [module for module, weight in tensors.pairs.items() if weight.rank != weight.rank_b]
-    if uneven:
-        found.faults.append(f"lora_A and lora_B of these modules have different ranks: {_some(uneven)}")
-    if ranks is not None:
-        for module, weight in tensors.pairs.items():
-            if module not in uneven and weight.rank != ranks.of(module):
-                found.faults.append(
-                    f"{CONFIG_FILE} says rank {ranks.of(module)} for {module}, its tensors have rank {weight.rank}: "
-                    "its output would be scaled wrongly"
-                )
-                break
-    largest = max((weight.rank for weight in tensors.pairs.values()), default=0)
-    # vLLM judges by the configuration, the engine's buffers by the tensors: neither may exceed what it was built for.
-    configured = max([ranks.default, *ranks.rank_pattern.values()], default=0) if ranks is not None else 0
-    if max(largest, configured) > max_rank:
-        found.faults.append(
-            f"its rank is {max(largest, configured)}, the engine is built for ranks up to {max_rank} (max_lora_rank)"
-        )
-
-
-def _some(names: Iterable[str], show: Callable[[str], str] = str) -> str:
-    """The first few names, and how many more there are."""
-    listed = list(names)
-    rest = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
-    return ", ".join(show(name) for name in listed[:_NAMES_SHOWN]) + rest
+        found.faults.append(f"the base model has no such modules, their tensors would be ignored: {some(strangers)}")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.durable_file import write_durably
+from deployments.regular_file import FileRefusedError, check_regular, read_regular
 
 ALL_SERVICES = "*"
 KEY_PREFIX = "halo-"
@@ -163,24 +164,17 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _text(path: Path) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise KeysError(path, ["is not a regular file"])
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if check_regular(path).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise KeysError(path, ["can be written by others than its owner, who could add keys; run chmod 600"])
-        if status.st_size > MAX_FILE_BYTES:
-            raise KeysError(path, [f"is larger than {MAX_FILE_BYTES} bytes"])
-        return path.read_text(encoding="utf-8")
-    except KeysError:
-        raise
+        return read_regular(path, MAX_FILE_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise KeysError(path, ["there is no such file; `halo keys add` makes it"]) from None
     except UnicodeDecodeError:
         raise KeysError(path, ["is not UTF-8 text"]) from None
     except OSError as error:
         raise KeysError(path, [f"cannot be read: {error.strerror}"]) from None
-    except ValueError:
-        raise KeysError(path, ["is not a path: it holds a null character"]) from None
+    except FileRefusedError as error:
+        raise KeysError(path, [str(error)]) from None
 
 
 def _faults(entry: Mapping[str, Any]) -> list[str]:

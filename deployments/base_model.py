@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deployments.regular_file import FileRefusedError, check_regular, read_regular
+
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 # Architectures whose layers are named and shaped like Llama's: q/k/v/o_proj and gate/up/down_proj, one each a layer.
 LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_BLOCKS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
 class ModelError(ValueError):
@@ -39,6 +42,15 @@ class BaseModelFacts:
     tied_embeddings: bool = False
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
+    def module_names(self) -> list[str]:
+        """The names of all modules that LoRA can be put on; empty when :attr:`shapes` is not known."""
+        if not self.shapes:
+            return []
+        layers = [
+            f"model.layers.{n}.{block}.{name}" for n in range(self.layers) for block, names in _BLOCKS for name in names
+        ]
+        return ["model.embed_tokens", *layers, "lm_head"]
+
     def module_shape(self, module: str) -> tuple[int, int] | None:
         """(input, output) features of a module by its full name, None when the model has no such module.
 
@@ -47,13 +59,12 @@ class BaseModelFacts:
         parts = module.split(".")
         if module in {"lm_head", "model.embed_tokens"}:
             return (self.hidden, self.vocab) if module == "lm_head" else (self.vocab, self.hidden)
-        block = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
         known = (
             len(parts) == 5
             and parts[:2] == ["model", "layers"]
             and parts[2].isdecimal()
             and int(parts[2]) < self.layers
-            and parts[4] in block.get(parts[3], ())
+            and parts[4] in dict(_BLOCKS).get(parts[3], ())
         )
         return self.shapes.get(parts[4]) if known else None
 
@@ -65,8 +76,16 @@ def read_model_facts(directory: Path) -> BaseModelFacts:
         raise ModelError(fault)
     path = directory / "config.json"
     config = read_json_object(path, ModelError)
-    if not any(directory.glob("*.safetensors")):
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
         raise ModelError("the directory has no *.safetensors file; other weight formats are not read")
+    for file in weights:
+        try:
+            check_regular(file)
+        except OSError as error:
+            raise ModelError(f"{file.name} cannot be read: {error.strerror}") from None
+        except FileRefusedError as error:
+            raise ModelError(f"{file.name} {error}") from None
     text = config.get("text_config")
     return _facts(directory.name, config, text if isinstance(text, Mapping) else config)
 
@@ -89,14 +108,13 @@ def directory_fault(path: Path) -> str | None:
 def read_json_object(path: Path, error_type: type[ValueError]) -> dict[str, Any]:
     """The JSON object in a small file; raises ``error_type`` naming the file when there is none."""
     try:
-        size = path.stat().st_size
-        raw = path.read_bytes() if size <= MAX_CONFIG_BYTES else b""
+        raw = read_regular(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise error_type(f"{path.name} is missing") from None
     except OSError as error:
         raise error_type(f"{path.name} cannot be read: {error.strerror}") from None
-    if size > MAX_CONFIG_BYTES:
-        raise error_type(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
+    except FileRefusedError as error:
+        raise error_type(f"{path.name} {error}") from None
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:

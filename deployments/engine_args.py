@@ -24,7 +24,8 @@ def set_engine_environment(settings: EngineSettings) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if settings.kv_cache_gb is not None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.kv_cache_gb:g}"
+        # It would win over the engine argument, and holds whole GiB only.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if not settings.allow_hub:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -74,6 +75,8 @@ def build_engine_args(settings: EngineSettings) -> Any:
             "max_loras": settings.max_loras,
             "max_cpu_loras": max(settings.max_loras, len(adapters)),
         }
+    if settings.kv_cache_gb is not None:
+        args["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 1024**3)
     if current_platform.is_cpu():
         # vLLM 0.32 compiles the model on CPU only without LoRA, and then answers wrongly in bfloat16 on some
         # processors (docs/adr/0006-eager-on-cpu.md).
@@ -82,7 +85,7 @@ def build_engine_args(settings: EngineSettings) -> Any:
     for name, value in settings.engine_args.items():
         if name not in known:
             raise EngineConfigError(f"engine_args.{name}: vLLM has no such argument")
-        if name in args:
+        if name in args and args[name] != value:
             raise EngineConfigError(f"engine_args.{name}: is set by HALO Serve itself; use its own key")
         args[name] = value
     return AsyncEngineArgs(**args)

@@ -18,8 +18,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from deployments.base_model import MAX_CONFIG_BYTES
 from deployments.partition_cache import load_table, only_searcher, store_table
 from deployments.partition_host import DeviceInfo, MeasuringProcess
+from deployments.regular_file import read_regular
 from deployments.settings import EngineSettings
 from partition.configs import Config, Measure, MeasurementError, Reading, Unsplit
 from partition.pair_shapes import LayerGroup, LayerPair, llama_groups
@@ -63,7 +65,7 @@ class ModelShapeError(ValueError):
 def model_groups(model: Path, tensor_parallel: int) -> tuple[str, tuple[LayerGroup, ...]]:
     """A name for the shapes of the model in directory ``model``, and its layer groups. Raises `ModelShapeError`."""
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular(model / "config.json", MAX_CONFIG_BYTES))
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         groups = llama_groups(
             hidden=hidden,

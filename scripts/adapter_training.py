@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.default_model import HUB_NAME
+from deployments.durable_file import write_durably
 
 MAX_TOKENS = 256
 IGNORED = -100
@@ -114,19 +114,9 @@ def save_adapter(model: Any, directory: Path) -> int:
     config.inference_mode = True
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     content = save(halved, metadata={"format": "pt"})
-    write_atomically(directory / "adapter_model.safetensors", content)
-    write_atomically(directory / "adapter_config.json", (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+    write_durably(directory / "adapter_model.safetensors", content, 0o644)
+    write_durably(directory / "adapter_config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n", 0o644)
     return len(content)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def load_adapter(model: Any, directory: Path) -> Any:

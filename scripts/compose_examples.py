@@ -10,7 +10,6 @@ Run with ``python -m scripts.compose_examples``.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from deployments.durable_file import write_durably
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "services"
 SERVICES = ("intelligent-triage", "pre-assessment", "analysis-assistant", "record-generation")
@@ -143,12 +144,7 @@ def main() -> None:
     for service in SERVICES:
         for split, chats in compose(service).items():
             path = _file(service, split)
-            partial = path.with_suffix(".partial")
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(render(chats))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_durably(path, render(chats), 0o644)
             print(f"{path.relative_to(EXAMPLES.parents[1])}: {len(chats)} chats")
 
 

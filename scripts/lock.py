@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from deployments.durable_file import write_durably
+
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"
 TORCH = "2.13.0"
@@ -80,16 +82,6 @@ def resolve(kind: str, upgrade: bool) -> list[str]:
     return sorted([*pinned, *DATA_PACKAGES])
 
 
-def write(path: Path, text: str) -> None:
-    """Replace ``path`` in one step."""
-    temporary = path.with_suffix(".new")
-    with temporary.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", help="which locks; both when none is named")
@@ -99,7 +91,7 @@ def main() -> int:
         parser.error(f"no such lock: {', '.join(unknown)}; there are {', '.join(HEADERS)}")
     for kind in arguments.kinds or HEADERS:
         pinned = resolve(kind, arguments.upgrade)
-        write(LOCKS / f"{kind}.lock", HEADERS[kind] + "\n".join(pinned) + "\n")
+        write_durably(LOCKS / f"{kind}.lock", HEADERS[kind] + "\n".join(pinned) + "\n", 0o644)
         print(f"requirements/{kind}.lock: {len(pinned)} packages")
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from app.default_model import DEFAULT_CACHE, HUB_NAME, prepare_default_model
+from deployments.durable_file import write_durably
 from scripts.adapter_training import (
     Recipe,
     greedy,
@@ -23,7 +24,6 @@ from scripts.adapter_training import (
     new_adapter,
     save_adapter,
     train,
-    write_atomically,
 )
 from scripts.answer_formats import decisive_part, has_format
 from scripts.compose_examples import SERVICES, load
@@ -87,7 +87,7 @@ def train_service(model_dir: Path, service: str) -> None:
     size = save_adapter(wrapped, ADAPTERS / service)
     if size > MAX_ADAPTER_BYTES:
         raise ValueError(f"the adapter of {service} has {size} bytes, more than {MAX_ADAPTER_BYTES}: lower its rank")
-    write_atomically(ADAPTERS / service / "README.md", _card(service, recipe).encode())
+    write_durably(ADAPTERS / service / "README.md", _card(service, recipe), 0o644)
     print(f"  {service}: wrote {size} bytes to {ADAPTERS / service}")
 
 

@@ -58,15 +58,20 @@ def lora_tensors(modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.v_pr
 def write_adapter(
     directory: Path, tensors: Tensors | None = None, without: tuple[str, ...] = (), **config: Any
 ) -> Path:
-    """An adapter directory of rank 4 on q_proj and v_proj; ``config`` is laid over its adapter_config.json."""
+    """An adapter directory of rank 4 on q_proj and v_proj; ``config`` is laid over its adapter_config.json.
+
+    The configuration names the kinds of modules that ``tensors`` have.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    tensors = lora_tensors() if tensors is None else tensors
+    kinds = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors if ".lora_" in name}
     full: Mapping[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "model",
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": ["q_proj", "v_proj"],
+        "target_modules": sorted(kinds),
         "bias": "none",
         "init_lora_weights": True,
         "modules_to_save": None,
@@ -76,5 +81,5 @@ def write_adapter(
     }
     kept = {key: value for key, value in full.items() if key not in without}
     (directory / "adapter_config.json").write_text(json.dumps(kept))
-    save_file(lora_tensors() if tensors is None else tensors, directory / "adapter_model.safetensors")
+    save_file(tensors, directory / "adapter_model.safetensors")
     return directory

@@ -143,3 +143,49 @@ def test_engine_arguments_are_read_from_source() -> None:
 
     names = {name for name in AsyncEngineArgs.__dataclass_fields__ if not name.startswith("_")}
     assert vllm_engine_args() == names
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": None},
+        {"exclude_modules": ["v_proj"]},
+        {"layers_to_transform": [0]},
+        {"lora_alpha": 1e300},
+        {"fan_in_fan_out": True},
+        {"alpha_pattern": {"vproj": 2}},
+        {"kasa_config": {"beta": 0.1}},
+        {"use_new_feature": True},
+    ],
+    ids=str,
+)
+def test_what_vllm_would_ignore_is_refused(
+    model_dir: Path, base: BaseModelFacts, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """vLLM loads these without a word; only our check stands before wrong answers."""
+    path = save(model_dir, tmp_path)
+    written = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**written, **changes}))
+    assert load_in_vllm(path).loras
+    with pytest.raises(AdapterError):
+        check_adapter(path, base, 64)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*layers\.1.*"},
+        {"target_modules": r"model\.layers\.0\..*(q|up)_proj"},
+    ],
+    ids=str,
+)
+def test_targets_are_read_as_peft_reads_them(
+    model_dir: Path, base: BaseModelFacts, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The modules that PEFT chose are those that its own configuration names for us: none too many, none missing."""
+    assert check_adapter(save(model_dir, tmp_path, **config), base, 64).warnings == ()

@@ -132,10 +132,19 @@ def with_tensor(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> T
 
 
 WRONG_CONFIG: list[tuple[dict[str, Any], list[str]]] = [
-    ({"use_dora": True}, ["use_dora is set: DoRA is not supported"]),
-    ({"lora_bias": True}, ["lora_bias is set: bias terms in LoRA layers is not supported"]),
-    ({"use_something_new": True}, ["use_something_new is set: this feature is not supported"]),
-    ({"layer_replication": [[0, 1]]}, ["layer_replication is set: layer replication is not supported"]),
+    ({"use_dora": True}, ["use_dora is set: DoRA is not supported; train the adapter without it"]),
+    (
+        {"lora_bias": True},
+        ["lora_bias is set: bias terms in LoRA layers is not supported; train the adapter without it"],
+    ),
+    (
+        {"use_something_new": True},
+        ["use_something_new is set: this feature is not supported; train the adapter without it"],
+    ),
+    (
+        {"layer_replication": [[0, 1]]},
+        ["layer_replication is set: layer replication is not supported; train the adapter without it"],
+    ),
     ({"bias": "all"}, ["bias is all; only none is supported"]),
     ({"peft_type": "IA3"}, ["peft_type is IA3; only LORA adapters are served"]),
     ({"target_modules": 7}, ["target_modules is neither text nor a list of texts"]),
@@ -152,7 +161,7 @@ WRONG_CONFIG: list[tuple[dict[str, Any], list[str]]] = [
     ({"rank_pattern": [1]}, ["rank_pattern is not a mapping"]),
     (
         {"rank_pattern": {"[": 4}},
-        ["rank_pattern has '[', which is not a pattern: unterminated character set at position 0"],
+        ["rank_pattern has [, which is not a pattern: unterminated character set at position 1"],
     ),
     (
         {"r": 8},
@@ -246,7 +255,7 @@ def test_everything_at_once(tmp_path: Path, base: BaseModelFacts) -> None:
     """One run names all faults, of configuration and tensors."""
     path = write_adapter(tmp_path / "a", lora_tensors(rank=64), r=64, use_dora=True, bias="all")
     assert faults(path, base) == [
-        "use_dora is set: DoRA is not supported",
+        "use_dora is set: DoRA is not supported; train the adapter without it",
         "bias is all; only none is supported",
         "its rank is 64, the engine is built for ranks up to 16 (max_lora_rank)",
     ]

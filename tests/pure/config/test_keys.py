@@ -118,7 +118,7 @@ def test_files_that_cannot_be_trusted(tmp_path: Path) -> None:
     path.chmod(0o620)
     assert faults(path) == ["can be written by others than its owner, who could add keys; run chmod 600"]
     assert faults(tmp_path / "none") == ["there is no such file; `halo keys add` makes it"]
-    assert faults(tmp_path) == ["is not a regular file"]
+    assert faults(tmp_path) == ["is not a regular file but a directory; put the file itself there, or a link to it"]
     path.write_bytes(b"\xff")
     path.chmod(0o600)
     assert faults(path) == ["is not UTF-8 text"]

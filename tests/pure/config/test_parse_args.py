@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from app.config import AppArgs, ConfigErrors, parse_args
+from deployments.auth import add_key
 from deployments.settings import AdmissionSettings, AuthSettings, GatewaySettings, Overload, ServiceSettings
 from scheduling.registry import POLICIES
 from scheduling.request import ReleasePolicy
-from tests.fakes.checkpoints import write_adapter, write_model
+from tests.fakes.checkpoints import lora_tensors, write_adapter, write_model
 
 Args = dict[str, Any]
 
@@ -178,8 +179,34 @@ WRONG_VALUES: list[tuple[dict[str, Any], list[str]]] = [
         "a step could not hold one token of every running request"
     ]),
     ({"scheduler.policy": "halo-papr"}, [
-        f"scheduler.policy = halo-papr: is not a scheduling policy; there are {', '.join(POLICIES)}"
+        f"scheduler.policy = halo-papr: is not a scheduling policy; there are {', '.join(POLICIES)}. "
+        "Did you mean halo-paper? The options are checked as its own"
     ]),
+    ({"scheduler": {"policy": "halo-papr", "options": {"batsh": 8}}}, [
+        f"scheduler.policy = halo-papr: is not a scheduling policy; there are {', '.join(POLICIES)}. "
+        "Did you mean halo-paper? The options are checked as its own",
+        "scheduler.options.batsh = 8: is not a known key. Did you mean batch?",
+    ]),
+    ({"scheduler": {"policy": "random", "options": {"batsh": 8}}}, [
+        f"scheduler.policy = random: is not a scheduling policy; there are {', '.join(POLICIES)}. "
+        "Its options are not checked"
+    ]),
+    ({"scheduler.options.batch": 2_000_000}, [
+        "scheduler.options.batch = 2000000: is more than any step computes: max_num_batched_tokens is at most 1048576"
+    ]),
+    ({"max_num_batched_tokens": 10**9}, [
+        "max_num_batched_tokens = 1000000000: has to be less than or equal to 1048576"
+    ]),
+    ({"max_model_len": 10**30}, [f"max_model_len = {10**30}: has to be less than or equal to 100000000"]),
+    ({"max_loras": 10**9}, ["max_loras = 1000000000: has to be less than or equal to 1024"]),
+    # A wrong value is not compared with others as if it were the default.
+    ({"max_num_seqs": "32", "max_num_batched_tokens": 8}, ["max_num_seqs = '32': has to be a whole number"]),
+    ({"max_num_batched_tokens": "8", "max_num_seqs": 512}, [
+        "max_num_batched_tokens = '8': has to be a whole number"
+    ]),
+    ({"max_lora_rank": "1"}, ["max_lora_rank = '1': has to be 1, 8, 16, 32, 64, 128, 256, 320 or 512"]),
+    ({"allow_hub": "yes", "model": "org/name"}, ["allow_hub = 'yes': has to be true or false"]),
+    ({"tensor_parallel_size": 3.0}, ["tensor_parallel_size = 3.0: has to be a whole number"]),
     ({"scheduler.options": {"batch": 8, "batsh": 8}}, [
         "scheduler.options.batsh = 8: is not a known key. Did you mean batch?"
     ]),
@@ -225,6 +252,36 @@ def test_vllm_arguments_are_checked_by_name(root: Path, args: Args) -> None:
     ]
 
 
+def test_a_wrong_rank_is_one_error(root: Path, args: Args) -> None:
+    """An invalid max_lora_rank says nothing about adapters whose rank is above its default."""
+    write_adapter(root / "adapters/strict", lora_tensors(rank=64), r=64)
+    assert errors({**args, "max_lora_rank": 65}, root) == [
+        "max_lora_rank = 65: has to be 1, 8, 16, 32, 64, 128, 256, 320 or 512"
+    ]
+
+
+def test_a_batch_above_the_step_is_noted(root: Path, args: Args) -> None:
+    """The file works, but not as it reads."""
+    args["scheduler"]["options"]["batch"] = 300
+    assert parse_args(args, root).warnings == (
+        "scheduler.options.batch is 300, above max_num_batched_tokens (256): no step computes more than 256 tokens, so "
+        "that it acts like 256",
+    )
+    args["scheduler"]["options"]["batch"] = 256
+    assert parse_args(args, root).warnings == ()
+
+
+def test_keys_for_services_that_are_not_served_are_noted(root: Path, args: Args) -> None:
+    """A key for a misspelled service would be refused at every request; the base model counts as a service."""
+    for name, services in (("a", ["strict", "base-model"]), ("b", None), ("c", ["strikt", "relaxed", "old"])):
+        add_key(root / "keys.jsonl", name, services)
+    args["auth"] = {"keys_file": "keys.jsonl"}
+    assert parse_args(args, root).warnings == (
+        "the key c names old, strikt, which this file does not serve; see `halo keys list`, and make the key anew if "
+        "that is a mistake",
+    )
+
+
 FileChange = Callable[[Path], object]
 WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ("adapter directory missing", {"services.0.adapter": "adapters/none"}, lambda root: None, [
@@ -255,7 +312,8 @@ WRONG_FILES: list[tuple[str, dict[str, Any], FileChange, list[str]]] = [
     ]),
     ("several faults of one adapter", {}, lambda root: write_adapter(
         root / "adapters/strict", use_dora=True, bias="all"), [
-        "services[0].adapter = adapters/strict: use_dora is set: DoRA is not supported",
+        "services[0].adapter = adapters/strict: use_dora is set: DoRA is not supported; "
+        "train the adapter without it",
         "services[0].adapter = adapters/strict: bias is all; only none is supported",
     ]),
     ("context", {"max_model_len": 513}, lambda root: None, [

@@ -78,6 +78,32 @@ def test_unreadable(raw: bytes, expected: str) -> None:
     assert refusal(raw).startswith(expected)
 
 
+COLON = "the file is not YAML: could not find expected ':' (while scanning a simple key)"
+QUOTE = "the file is not YAML: found unexpected end of stream (while scanning a quoted scalar)"
+SECTION = "the file is not YAML: expected <block end>, but found '<block mapping start>' (while parsing a block"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb 2\n\n\n# x\n\nc: 2\n", f"line 2: {COLON}"),
+        ("a: 1\nb\n", f"line 2: {COLON}"),
+        ("a: |\n x\n  y\nb 2\nc: 3\n", f"line 4: {COLON}"),
+        ("a:\n  b: 'x\n\n\n  c: 1\n", f"line 2: {QUOTE}"),
+        ("a: {b: 1\n\n\n", "line 1: the file is not YAML: expected ',' or '}', but got '<stream end>'"),
+        ("a: [x,\n  y,\n  z\nb: 1\n", "line 4: the file is not YAML: expected ',' or ']', but got ':' "
+         "(while parsing a flow sequence, which starts on line 1)"),
+        ("a:\n  - b: 1\n   c: 2\n", f"line 3: {SECTION} collection, which starts on line 2)"),
+        ("a:\n  b: 1\n c: 2\n", f"line 3: {SECTION} mapping, which starts on line 1)"),
+        ("a: b: c\n", "line 1: the file is not YAML: mapping values are not allowed here"),
+        ("a: 1\nb: x\x07\n", "line 2: the file holds the character U+0007, which YAML does not allow"),
+    ],
+)  # fmt: skip
+def test_faults_are_where_they_were_made(text: str, expected: str) -> None:
+    """Not where the parser noticed them: a missing colon is noticed at the next key, an open quote at the end."""
+    assert refusal(text.encode()).startswith(expected)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

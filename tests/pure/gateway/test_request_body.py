@@ -74,7 +74,10 @@ def test_byte_order_mark() -> None:
     assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
 
-@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
+json_scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+
+
+@given(st.dictionaries(st.text(max_size=20), st.recursive(json_scalars, st.lists, max_leaves=10), max_size=6))
 def test_valid_objects_pass_unchanged(value: dict[str, object]) -> None:
     """Every valid object is read as json.loads reads it."""
     assert parse_object(json.dumps(value).encode()) == value

@@ -191,7 +191,7 @@ def test_capacity_is_exact(batch, admitted, asked):
 
 
 @given(view=views(), batch=st.integers(1, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_halo_paper_admits_within_capacity(view, batch):
     """`halo-paper` admits nobody beyond a capacity of B units, except into an idle engine."""
     plan = policy_named("halo-paper", batch).plan(view)
