@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Every target that needs the packages installs them first (scripts/setup.py).
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-pure check format demo adapters bench dashboards lock clean
+.PHONY: help setup serve test check check-code check-tests format demo adapters bench dashboards lock clean
 
 PY := .venv/bin/python
 CONFIG ?= cluster.yaml
@@ -19,10 +19,15 @@ test: setup ## all tests that this machine can run: pure, Ray, vLLM
 	@$(PY) -m pytest tests
 
 check: setup ## ruff, mypy, import rules, pure tests: under two minutes
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-code check-tests
+
+check-code:
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+check-tests:
 	$(PY) -m pytest tests/pure
 
 format: setup ## let ruff rewrite what it can

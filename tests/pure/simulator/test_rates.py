@@ -230,7 +230,7 @@ def test_comparison():
 def test_more_load_needs_more_replicas():
     """The plan's replicas keep the promises, one fewer does not, and what breaks first is named."""
     scenario = brief_requests()
-    plan = plan_capacity(scenario, Deployment(slow_hardware()), System("halo"), 40, seeds=(1,), load=SHORT)
+    plan = plan_capacity(scenario, Deployment(slow_hardware()), System("halo-paper"), 40, seeds=(1,), load=SHORT)
     assert plan.replicas == 2
     assert plan.tried == {1: 0.0, 2: 1.0}
     assert plan.max_rps >= 40
