@@ -16,9 +16,9 @@ and chunks are, comes from :class:`scheduling.latency_model.StepTimeModel` here:
 - **The lost** do not drag down the savable: a decode that is late whatever happens does not set ``T*``, and is left out
   while that keeps others in time; see :mod:`scheduling.due_decodes`.
 - **KV pressure**: a request that yields keeps its memory, so above :data:`KV_PRESSURE` use nobody yields.
-- **No starvation**: each step in which prompts got nothing shrinks the margin that chunks are judged with, from the
-  model's upper quantile towards its mean: where times vary much, a chunk that always fits would never come. After
-  :data:`DRY_STEPS` such steps one gets :data:`DRY_CHUNK` tokens whatever it costs.
+- **No starvation**: after :data:`PATIENT_STEPS` steps in which prompts got nothing, each further one shrinks the margin
+  that chunks are judged with, from the model's upper quantile towards its mean: where times vary much, a chunk that
+  always fits would never come. After :data:`DRY_STEPS` one gets :data:`DRY_CHUNK` tokens whatever it costs.
 
 All times are the model's upper quantile, but for the capacity, which takes the mean. Until the model is warm the plan
 is ``halo-paper``'s with ``batch``, which is also how the model gets to see steps; a chunk is at most twice the largest
@@ -42,6 +42,7 @@ from scheduling.time_capacity import TimeCapacity
 
 MARGIN_PCT = 5
 KV_PRESSURE_PCT = 90
+PATIENT_STEPS = 4
 DRY_STEPS = 32
 DRY_CHUNK = 32
 LEAST_CHUNK = 8
@@ -109,7 +110,7 @@ class Halo:
             step_max_us=int(STEP_MAX_US * self.model.mixed_ratio),
             without_slot=without_slot,
         )
-        step = _Step(self.model, room, due.limit_us, caution=1 / (1 + self._dry_steps))
+        step = _Step(self.model, room, due.limit_us, caution=1 / (1 + max(0, self._dry_steps - PATIENT_STEPS)))
         refused = [entry[3] for entry in without_slot] + step.decode(due.urgent)
         rest = due.rest
         if rest and _kv_is_scarce(view):
