@@ -88,7 +88,7 @@ class Announcer(threading.Thread):
         if text == self._told and (running or now - self._told_at < PROGRESS_EVERY_S):
             return
         self._told, self._told_at = text, now
-        where = "".join(f", http://{host}:{port}" for host, port in self._addresses[:1]) if running else ""
+        where = "".join(f", http://{host}:{port}/v1; Ctrl-C ends it" for host, port in self._addresses[:1] if running)
         print(f"halo serve: {text} after {now - self._begun:.0f} s{where}", flush=True)
 
 

@@ -21,7 +21,7 @@ from simulator.system import Deployment, System
 from simulator.trace_files import Trace, load_own
 from simulator.workload import Service, WorkloadError
 
-_PROFILE = "A shipped hardware profile, or a .json file that halo profile measured."
+_PROFILE = "A shipped hardware profile, or a .json file of the same form."
 
 
 def simulate_command(  # noqa: PLR0917  # a command's options

@@ -228,7 +228,8 @@ async def _api_error(_: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
-    message = {404: f"{what} does not exist.", 405: f"{what}: this method is not allowed here."}
+    hint = "" if request.url.path.startswith("/v1/") else " The OpenAI API is below /v1: base_url ends in /v1."
+    message = {404: f"{what} does not exist.{hint}", 405: f"{what}: this method is not allowed here."}
     body = envelope(error.status_code, message.get(error.status_code, str(error.detail)))
     return JSONResponse(body, error.status_code, error.headers)
 
