@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from scheduling.adapters import AdapterSlots
 from scheduling.latency_model import StepTimeModel
-from scheduling.policy import Limits, PrefillChunk, StepPlan, StepRecord, View
+from scheduling.policy import Limits, StepPlan, StepRecord, View
 from scheduling.request import RequestState
+from scheduling.room import Room, split
 
 CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -89,11 +91,8 @@ class ProfilingPass:
             if view.now_us < self._begin_us + PATIENCE_US:
                 return StepPlan()
             self._expected = 0
-        prefills = [state for state in view.running if state.prefill_left]
-        decodes = sorted(
-            (state for state in view.running if not state.prefill_left),
-            key=lambda state: (state.generated_tokens, state.request_id),
-        )
+        decodes, prefills = split(view.running)
+        decodes.sort(key=lambda state: (state.generated_tokens, state.request_id))
         prompts = [*prefills, *sorted(view.waiting, key=lambda state: (state.prompt_tokens, state.request_id))]
         for count, tokens in self._script:
             plan = self._step(view, decodes, count, prompts if tokens else [], tokens)
@@ -106,31 +105,14 @@ class ProfilingPass:
         self, view: View, ready: Sequence[RequestState], count: int, prompts: Sequence[RequestState], tokens: int
     ) -> StepPlan:
         """``count`` decodes and ``tokens`` prompt tokens, as far as the engine's limits allow."""
-        limits = view.limits
-        slots: set[int] = set()
-        decodes: list[str] = []
+        room = Room(view, view.limits.step_tokens, AdapterSlots(view.limits.adapters))
         for state in ready:
-            if len(decodes) < min(count, limits.step_tokens) and _takes_slot(slots, state.adapter, limits.adapters):
-                decodes.append(state.request_id)
-        left = min(tokens, limits.step_tokens - len(decodes))
-        places = limits.running - len(view.running)
-        blocks = view.kv_blocks_free - len(decodes)
+            if count and not room.decode([state]):
+                count -= 1
         running = set(view.running)
-        chunks = []
         for state in prompts:
-            given = min(left, state.prefill_left)
-            needed = -(-(state.computed_tokens + given) // limits.kv_block_tokens) - state.kv_blocks
-            if given < 1 or blocks < needed or (state not in running and places < 1):
-                continue
-            if not _takes_slot(slots, state.adapter, limits.adapters):
-                continue
-            chunks.append(PrefillChunk(state.request_id, given))
-            left -= given
-            blocks -= max(0, needed)
-            places -= state not in running
-            if given < state.prefill_left:
-                break
-        return StepPlan(tuple(decodes), tuple(chunks))
+            tokens -= room.chunk(state, tokens) if state in running else room.admit(state, tokens)
+        return room.plan(prompts)
 
     def observe(self, record: StepRecord) -> None:
         """Keep a finished step. It is nobody's service."""
@@ -147,7 +129,7 @@ class ProfilingPass:
         least 8: below that prompts hardly move.
         """
         model = StepTimeModel()
-        for _ in range(2):  # the second time the first steps too are judged by a fitted model
+        for _ in range(2):  # a pass on a small engine has too few steps to fit if each counts once
             for record in self.records:
                 model.observe(record)
         if not model.warm:
@@ -163,12 +145,3 @@ class ProfilingPass:
             else:
                 high = batch - 1
         return low
-
-
-def _takes_slot(slots: set[int], adapter: int, most: int) -> bool:
-    """Give ``adapter`` one of ``most`` slots if it has none; False when all are taken. The base model needs none."""
-    if adapter and adapter not in slots:
-        if most and len(slots) >= most:
-            return False
-        slots.add(adapter)
-    return True
