@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deployments.durable_file import write_durably
+from deployments.regular_file import FileRefusedError, read_regular
 from partition.table import TEXT_MAX, PartitionTable, TableKey, TableRefusedError, from_text, to_text
 
 POLL_S = 0.5
@@ -33,11 +34,11 @@ def load_table(directory: Path, key: TableKey) -> PartitionTable | None:
     """The stored table, or None where there is none. Raises `TableRefusedError` with the reason."""
     path = table_path(directory, key)
     try:
-        with path.open("rb") as file:
-            data = file.read(TEXT_MAX + 1)
-        return from_text(data.decode("utf-8"), key)
+        return from_text(read_regular(path, TEXT_MAX).decode("utf-8"), key)
     except FileNotFoundError:
         return None
+    except FileRefusedError as error:
+        raise TableRefusedError(f"it {error}") from None
     except UnicodeDecodeError:
         raise TableRefusedError("it is no text") from None
     except OSError as error:

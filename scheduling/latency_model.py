@@ -144,9 +144,7 @@ class StepTimeModel:
     def decode_mean_us(self, decodes: int, context_tokens: int) -> float:
         """:meth:`predict_us` of a decode-only step of a warm model, for inner loops."""
         fit = self._decode[self._decode_graph]
-        if not fit.warm:
-            return self.mixed_bound_us(decodes, context_tokens, 0, 0, 0) / self._mixed[self._mixed_graph].ratio
-        return (fit.constant + fit.piecewise(decodes) + fit.prices[0] * context_tokens) * fit.level
+        return self.decode_bound_us(decodes, context_tokens) / (fit.ratio if fit.warm else self.mixed_ratio)
 
     def mixed_bound_us(self, decodes: int, context_tokens: int, tokens: int, pairs: int, prefix: int) -> float:
         """:meth:`bound_us` of a step with prompt ``tokens`` in all, of a warm model, for inner loops."""

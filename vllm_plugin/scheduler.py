@@ -73,7 +73,9 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         self._policy_name: str = config.get("policy", "halo")
         self._options: dict[str, Any] = dict(config.get("options", {}))
         self._tbt_min_us: int | None = config.get("tbt_min_us")
-        self._batch_is_set = "batch" in self._options
+        self._measures_batch = "batch" in POLICIES[self._policy_name].options and "batch" not in self._options
+        if self._measures_batch:
+            self._options["batch"] = min(COLD_BATCH, self.max_num_scheduled_tokens)
         self._trace_dir = Path(config["trace_dir"]) if config.get("trace_dir") else None
         self._trace: TraceFile | None = None
         self._book = RequestBook()
@@ -91,24 +93,16 @@ class HaloScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not typed 
         )
         self._profiling: ProfilingPass | None = None
         self._profiled: dict[str, Any] | None = None
-        self.halo_policy: Policy = self._new_policy(min(COLD_BATCH, self.max_num_scheduled_tokens))
+        self.halo_policy: Policy = make_policy(self._policy_name, **self._options)
         self._open_trace()
         logger.info("HaloScheduler active with policy %s", self.halo_policy.name)
-
-    def _new_policy(self, batch: int) -> Policy:
-        """The configured policy; ``batch`` is used where the configuration leaves it to be measured."""
-        if "batch" in POLICIES[self._policy_name].options:
-            self._options.setdefault("batch", batch)
-        return make_policy(self._policy_name, **self._options)
 
     def _end_profiling(self, profiling: ProfilingPass) -> None:
         """Start the policy anew with what the pass has measured, and tell the client on its requests' outputs."""
         self._profiling = None
-        tbt_min_us = self._tbt_min_us
-        batch = profiling.largest_batch(tbt_min_us) if tbt_min_us else None
-        if batch is not None and not self._batch_is_set:
-            self._options["batch"] = batch
-        self.halo_policy = self._new_policy(COLD_BATCH)
+        if self._measures_batch and self._tbt_min_us:
+            self._options["batch"] = profiling.largest_batch(self._tbt_min_us) or self._options["batch"]
+        self.halo_policy = make_policy(self._policy_name, **self._options)
         self._open_trace()
         for record in profiling.records:
             self._learn(record)
