@@ -19,7 +19,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,13 +70,18 @@ class Load:
         planned = {request.service: request for request in workload(self.services, 64.0, 2.0, self.seed + 2)}
         return [replace(request, at_us=0, max_tokens=FIRST_TOKENS) for request in planned.values()]
 
-    def requests(self, burst_s: float) -> list[PlannedRequest]:
-        """The load. An open rate becomes the one that keeps as many requests under way as the burst had.
+    def settle_rate(self, burst_s: float) -> None:
+        """Turn an open rate into the one that keeps as many requests under way as the burst had.
 
         ``burst_s`` is how long a request of the burst took on average (Little's law).
         """
         if self.rate is None:
             self.rate = round(BURST / burst_s, 2)
+
+    def requests(self, burst_s: float) -> list[PlannedRequest]:
+        """The load, at the rate of :meth:`settle_rate`."""
+        self.settle_rate(burst_s)
+        assert self.rate is not None
         return workload(self.services, self.rate, self.seconds, self.seed)
 
 
@@ -111,26 +117,47 @@ def run_policy(
     console: Console,
 ) -> Outcome:
     """Serve under ``policy``, send ``load``, return what was seen. ServerError when the server fails."""
-    targets = targets_of(cluster)
     tolerance_us = round(options.tolerance_ms * 1000)
-    with tempfile.TemporaryDirectory(prefix="halo-demo-") as folder:
+    targets = targets_of(cluster)
+    with warmed_server(policy, cluster, load, console) as (endpoint, burst_s):
+        requests = load.requests(burst_s)
+        _say(
+            console,
+            policy,
+            f"{len(requests)} requests over {load.seconds:g} s ({load.rate:g} a second), seed {load.seed}",
+        )
+        observations = drive(
+            endpoint, requests, targets, title=f"{policy}:", console=console, tolerance_us=tolerance_us
+        )
+    return Outcome(report(observations, targets, options.seconds, tolerance_us), observations)
+
+
+@contextmanager
+def warmed_server(
+    policy: str, cluster: ClusterConfig, load: Load, console: Console
+) -> Iterator[tuple[Endpoint, float]]:
+    """A server under ``policy`` that has answered every service and the burst of ``load``.
+
+    Gives where it listens and how long a request of the burst took on average, in seconds. ServerError when the server
+    fails, at the end too.
+    """
+    say = partial(_say, console, policy)
+    with tempfile.TemporaryDirectory(prefix="halo-bench-") as folder:
         variant = cluster.derive(Path(folder, "cluster.yaml"), overlay(policy), host="127.0.0.1", port=free_port())
         log = Path(folder, "server.log")
-
-        def say(text: str) -> None:
-            console.print(f"{policy}: {text}", highlight=False)
-
         say("starting the server")
         with running_server(variant.path, variant.address, log, say=say) as server:
             say(f"ready after {server.start_s:.0f} s")
             endpoint = Endpoint(server.url)
-            send = partial(drive, endpoint, targets=targets, console=console)
+            send = partial(drive, endpoint, targets=targets_of(cluster), console=console)
             answered(send(load.first_of_each(), title=f"{policy}: first answers"), log)
-            requests = load.requests(answered(send(load.burst(), title=f"{policy}: warm-up"), log))
-            say(f"{len(requests)} requests over {load.seconds:g} s ({load.rate:g} a second), seed {load.seed}")
-            observations = send(requests, title=f"{policy}:", tolerance_us=tolerance_us)
+            burst_s = answered(send(load.burst(), title=f"{policy}: warm-up"), log)
+            yield endpoint, burst_s
             server.check()
-    return Outcome(report(observations, targets, options.seconds, tolerance_us), observations)
+
+
+def _say(console: Console, policy: str, text: str) -> None:
+    console.print(f"{policy}: {text}", highlight=False)
 
 
 def answered(observations: Sequence[Observation], log: Path) -> float:

@@ -20,10 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,10 @@ from rich.table import Table
 
 from app.config import ClusterConfig, ConfigErrors, load_cluster
 from benchmarks.attainment import Observation, Targets, quantile_ms
-from benchmarks.demo import Load, answered, overlay, policy_names, positive, targets_of, workload
+from benchmarks.demo import Load, policy_names, positive, targets_of, warmed_server, workload
 from benchmarks.driver import Endpoint, drive
 from benchmarks.report_table import wide_console
-from benchmarks.server import ROOT, ServerError, free_port, running_server
+from benchmarks.server import ROOT, ServerError
 
 HOLDS = 0.99
 STEP = 1.1
@@ -139,33 +138,22 @@ class Bench:
         share_s = None if self.ends_at is None else (self.ends_at - begun) / remaining
         targets = targets_of(self.cluster)
         self.probes[policy] = {}
-        with tempfile.TemporaryDirectory(prefix="halo-goodput-") as folder:
-            variant = self.cluster.derive(
-                Path(folder, "cluster.yaml"), overlay(policy), host="127.0.0.1", port=free_port()
-            )
-            log = Path(folder, "server.log")
+        load = Load(list(targets), self.start_rate, self.seconds, 1)
+        with warmed_server(policy, self.cluster, load, self.console) as (endpoint, burst_s):
+            load.settle_rate(burst_s)
+            self.start_rate = load.rate
+            patient = replace(endpoint, timeout_s=max(endpoint.timeout_s, 3 * self.seconds))
 
-            def say(text: str) -> None:
-                self.console.print(f"{policy}: {text}", highlight=False)
+            def out_of_time() -> bool:
+                return share_s is not None and time.monotonic() - begun + self._probe_s() > share_s
 
-            with running_server(variant.path, variant.address, log, say=say) as server:
-                endpoint = Endpoint(server.url, timeout_s=max(120.0, 3 * self.seconds))
-                warm = Load(list(targets), self.start_rate, self.seconds, 1)
-                answered(drive(endpoint, warm.first_of_each(), targets, console=self.console), log)
-                warm.requests(answered(drive(endpoint, warm.burst(), targets, console=self.console), log))
-                self.start_rate = warm.rate
+            def at(rate: float) -> Probe:
+                return self._probe(policy, patient, rate, targets)
 
-                def out_of_time() -> bool:
-                    return share_s is not None and time.monotonic() - begun + self._probe_s() > share_s
-
-                def at(rate: float) -> Probe:
-                    return self._probe(policy, endpoint, rate, targets)
-
-                if compare and (rate := self.compared_rate([policy, *(p for p in self.probes if p != policy)])):
-                    at(rate)
-                search = Search(lambda step: at(self.rate_of(step)).holds, out_of_time)
-                _, self.bracketed[policy] = search.run()
-                server.check()
+            if compare and (rate := self.compared_rate([policy, *(p for p in self.probes if p != policy)])):
+                at(rate)
+            search = Search(lambda step: at(self.rate_of(step)).holds, out_of_time)
+            _, self.bracketed[policy] = search.run()
 
     def rate_of(self, step: int) -> float:
         """The rate of a step of the search."""
@@ -216,7 +204,10 @@ def print_results(console: Console, results: Mapping[str, Any]) -> None:
     for name, found in results["policies"].items():
         ttfts = ", ".join(f"{service} {value:.0f} ms" for service, value in found["p99_ttft_ms"].items())
         tried = ", ".join(f"{probe['rps']:g}: {probe['met']:.1%}" for probe in found["probes"])
-        rate = f"{found['max_rps']:g}/s" + ("" if found["bracketed"] else " or more")
+        if found["max_rps"]:
+            rate = f"{found['max_rps']:g}/s" + ("" if found["bracketed"] else " or more")
+        else:
+            rate = "none tried held"
         table.add_row(name, rate, ttfts or "-", tried)
     console.print(table)
 
